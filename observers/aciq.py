@@ -75,7 +75,7 @@ def laplace(steps: int) -> float:
 def gauss(steps: int) -> float:
     """Returns the clipping value of least squared error for a Gaussian, in units of sigma.
 
-    The derivative of ``MSE(a) = 2 int_a^inf (x - a)**2 phi(x) dx + (2 a / steps)**2 / 12`` is 0 where
+    ``MSE(a)`` is ``2 int_a^inf (x - a)**2 phi(x) dx + (2 a / steps)**2 / 12``. Its derivative is 0 where
     ``2 (phi(a) - a Q(a)) = a / (3 steps**2)``, Q being the mass above. With ``steps = 2**M`` this is 1.71,
     2.15, 2.55 for M = 2, 3, 4, as in the paper.
 

@@ -24,8 +24,6 @@ from qtrace.scheme import QParams, QScheme
 __all__ = ["Layout", "MovingObserver", "Observer", "State", "from_dict", "to_dict"]
 
 
-# The base of all observers: statistics of one site that merge exactly, and the range they give.
-
 State = dict[str, np.ndarray]
 Layout = dict[str, tuple[type, tuple[str | int, ...]]]
 

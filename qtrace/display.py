@@ -11,10 +11,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["GAP", "MEBIBYTE", "Displayed", "format_bytes", "format_table", "progress_bar", "shorten_modules"]
+__all__ = ["GAP", "Displayed", "format_bytes", "format_table", "megabytes", "progress_bar", "shorten_modules"]
 
 GAP = "  "  # between columns
-MEBIBYTE = 2**20
 _ELLIPSIS = "…"
 _MIN_COLUMN_WIDTH = 6  # in characters, even if the table is too wide then
 _NUMBER = re.compile(r"[-+]?[\d.,_]+(e[-+]?\d+)?\s?%?\Z")
@@ -115,9 +114,14 @@ def _as_html(header: str, spans: Sequence[tuple[int, int]], rows: Sequence[str])
     return f'<table style="{_TABLE_STYLE}">{head}<tbody>{body}</tbody></table>'
 
 
+def megabytes(count: float) -> float:
+    """Returns a number of bytes in MB of 2**20 bytes."""
+    return count / 2**20
+
+
 def format_bytes(count: int) -> str:
     """Returns a number of bytes in MB of 2**20 bytes, or in kB below one."""
-    return f"{count / MEBIBYTE:.2f} MB" if count >= MEBIBYTE else f"{count / 2**10:.1f} kB"
+    return f"{megabytes(count):.2f} MB" if megabytes(count) >= 1 else f"{count / 2**10:.1f} kB"
 
 
 def format_table(

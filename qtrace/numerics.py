@@ -18,6 +18,7 @@ from qtrace.scheme import QParams, QScheme, Rounding
 
 __all__ = [
     "EXACT_INTEGERS",
+    "GAP",
     "SMALLEST_NORMAL",
     "SMALLEST_SCALE",
     "SMALLEST_SHARE",
@@ -32,11 +33,13 @@ __all__ = [
     "quantize",
     "quantize_bias",
     "round_half_away",
-    "round_half_even",
     "round_half_up",
     "round_to",
     "smallest_type",
 ]
+
+GAP = 8.0
+"""Between the numbers that stand for infinity, such as those of a mask, and all others."""
 
 # The smallest normal float32: runtimes, MegEngine among them, flush smaller ones to zero.
 SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
@@ -51,11 +54,6 @@ EXACT_INTEGERS = 2 ** (np.finfo(np.float32).nmant + 1)
 SMALLEST_SHARE = 1.0 / EXACT_INTEGERS
 # The number of values that are computed at a time, which stay in the cache.
 _BLOCK = 1 << 15
-
-
-def round_half_even(x: Any) -> np.ndarray:
-    """Rounds to the nearest integer, ties to the even one; float in, the same float type out."""
-    return np.asarray(np.rint(x))
 
 
 def round_half_away(x: Any) -> np.ndarray:
@@ -82,12 +80,12 @@ def round_half_up(x: Any) -> np.ndarray:
     return np.asarray(whole + tie_or_more.astype(whole.dtype))
 
 
-_ROUNDINGS = {"half_even": round_half_even, "half_away": round_half_away, "half_up": round_half_up}
+_ROUNDINGS = {"half_even": np.rint, "half_away": round_half_away, "half_up": round_half_up}
 
 
 def round_to(x: Any, rounding: Rounding) -> np.ndarray:
     """Rounds floats of any shape to integers in the manner of `QScheme.rounding`."""
-    return _ROUNDINGS[rounding](x)
+    return np.asarray(_ROUNDINGS[rounding](x))
 
 
 def expand(param: np.ndarray, axis: int | None, ndim: int) -> np.ndarray:
@@ -222,7 +220,7 @@ def quantize(x: Any, qparams: QParams, dtype: Any = np.int32) -> np.ndarray:
     Args:
         x: numbers of any shape; the arithmetic is float32, or float64 when x is.
         qparams: the parameters; per channel along ``qparams.scheme.axis``.
-        dtype: the type of the integers.
+        dtype: the type of the integers, which may be one of floats that has them.
 
     Returns:
         Integers in ``[qmin, qmax]``, of the shape of x.
@@ -230,12 +228,7 @@ def quantize(x: Any, qparams: QParams, dtype: Any = np.int32) -> np.ndarray:
     Raises:
         SchemeError: when x lacks the axis or another number of channels.
     """
-    return _levels(_floats(x), qparams, dtype)
-
-
-def _levels(x: np.ndarray, qparams: QParams, dtype: np.dtype | type) -> np.ndarray:
-    """Returns the integers of floats in a type of integers or floats that has them."""
-    scheme = qparams.scheme
+    x, scheme = _floats(x), qparams.scheme
     scale, zero_point = (param.astype(x.dtype) for param in _broadcast_params(qparams, x))
     with np.errstate(over="ignore"):
         if scale.ndim:
@@ -317,7 +310,7 @@ def fake_quantize(x: Any, qparams: QParams) -> np.ndarray:
     """
     x = _floats(x)
     # Integers of a scheme and their differences are exact as float32: int32 between would take longer.
-    values = _levels(x, qparams, x.dtype)
+    values = quantize(x, qparams, x.dtype)
     scale, zero_point = _broadcast_params(qparams, values)
     np.subtract(values, zero_point.astype(x.dtype), out=values)
     return np.multiply(values, scale.astype(x.dtype), out=values)

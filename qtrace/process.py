@@ -18,6 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pty import STDERR_FILENO
 from types import TracebackType
 from typing import IO, Any, ParamSpec, TypeVar
 
@@ -60,7 +61,6 @@ def undisturbed() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-_STDERR = 2
 _alone = threading.Lock()  # the file descriptor belongs to the whole process
 
 
@@ -79,15 +79,15 @@ def caught_lines(starts: tuple[str, ...]) -> Iterator[list[str]]:
     with _alone, contextlib.ExitStack() as stack:
         if _is_open():
             caught = stack.enter_context(tempfile.TemporaryFile())
-            stack.callback(_restore_stderr, os.dup(_STDERR), caught, starts, lines)
+            stack.callback(_restore_stderr, os.dup(STDERR_FILENO), caught, starts, lines)
             _flush()
-            os.dup2(caught.fileno(), _STDERR)
+            os.dup2(caught.fileno(), STDERR_FILENO)
         yield lines
 
 
 def _is_open() -> bool:
     try:
-        os.fstat(_STDERR)
+        os.fstat(STDERR_FILENO)
     except OSError:
         return False
     return True
@@ -95,7 +95,7 @@ def _is_open() -> bool:
 
 def _restore_stderr(original: int, caught: IO[bytes], starts: tuple[str, ...], lines: list[str]) -> None:
     _flush()
-    os.dup2(original, _STDERR)
+    os.dup2(original, STDERR_FILENO)
     os.close(original)
     caught.seek(0)
     for line in caught.read().decode("utf-8", "surrogateescape").splitlines(keepends=True):
@@ -103,7 +103,7 @@ def _restore_stderr(original: int, caught: IO[bytes], starts: tuple[str, ...], l
             lines.append(line.rstrip())
         else:
             with contextlib.suppress(OSError):  # a full disk
-                os.write(_STDERR, line.encode("utf-8", "surrogateescape"))
+                os.write(STDERR_FILENO, line.encode("utf-8", "surrogateescape"))
 
 
 def _flush() -> None:
@@ -448,7 +448,7 @@ _others: list[Callable[[], None]] = []
 def return_free_memory() -> None:
     """Gives freed memory back to the system, where the C library can (glibc).
 
-    It keeps what was freed in pieces of up to 32 MB for later, in every thread: for a network with weights of
+    It keeps what was freed in pieces of up to 32 MB for later, in every thread. For a network with weights of
     this size that adds up to several times the network. MegEngine computes and frees later than it is told,
     so this waits for it: without, what it rounds of all weights is in memory at once.
     """

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from qtrace import process
+from qtrace import costs, process
 from qtrace.config import recipe
 from qtrace.config.tree import Tree, read
-from qtrace.costs import table
 from qtrace.runtimes import child
 from tests import warm
 from tests.each import quick_cases, seed
@@ -162,5 +161,5 @@ def plain_default() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "DEFAULT_RECIPE", "onnxruntime")
-        patch.setattr(table, "processor_flags", lambda: ("avx2", "avx512_vnni", "amx_int8"))  # everywhere
+        patch.setattr(costs, "processor_flags", lambda: ("avx2", "avx512_vnni", "amx_int8"))  # everywhere
         yield

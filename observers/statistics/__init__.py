@@ -80,10 +80,10 @@ class HistogramObserver(Observer):
 
     The state, for C channels and N = 2 * bins::
 
-    lo, hi    float32 (C,)    the smallest and the largest value
-    exponent  int64 (C,)      k, bins being 2**k wide
-    zeros     int64 (C,)      the number of exact zeros, which quantize without error
-    counts    int64 (C, N)    from the bin of min(lo, 0) on
+        lo, hi    float32 (C,)    the smallest and the largest value
+        exponent  int64 (C,)      k, bins being 2**k wide
+        zeros     int64 (C,)      the number of exact zeros, which quantize without error
+        counts    int64 (C, N)    from the bin of min(lo, 0) on
 
     Options:
         bins: the histogram has `bins` to ``2 * bins`` bins.

@@ -27,7 +27,7 @@ from qtrace.benchmarking.runners import (
     run_interleaved,
 )
 from qtrace.costs import CostTable
-from qtrace.display import MEBIBYTE, Displayed, progress_bar
+from qtrace.display import Displayed, megabytes, progress_bar
 from qtrace.errors import ExportError
 from qtrace.plugins.options import check_arguments
 from qtrace.runtimes.host import RuntimeHost, describe_side
@@ -99,9 +99,6 @@ def _busy_seconds() -> float | None:
 _ROUNDS = 2
 _LEAST_TURNS = 7  # of a round
 _FEWEST_TURNS = 3  # where there is no time for seven; with fewer, nothing could be said
-_UNTIMED_RUNS = 2  # of each file, as it is opened and before the turns
-LEAST_RUNS, FEWEST_RUNS = _LEAST_TURNS + _UNTIMED_RUNS, _FEWEST_TURNS + _UNTIMED_RUNS
-"""The runs of a file that a round takes at least: with time enough, and with little time."""
 # How far other programs may shift a ratio: a text detector took 0.94 of float's speed on an idle machine, and
 # 0.89 to 0.93 next to eight programs on two cores.
 _BUSY_RANGE = 1.1
@@ -209,7 +206,7 @@ def compare_files(
             rounds.append(_interleave(runners, _clock(runners, settings), seconds / _ROUNDS, end, is_enough))
         busy = busy or (load.is_busy and settings.host is None)  # a host's own work is others', too
         now = time.perf_counter()
-        least = LEAST_RUNS * (now - opened) / (len(rounds[-1][0]) + 1)  # at most two more runs than turns
+        least = _LEAST_TURNS * (now - opened) / len(rounds[-1][0])
         long = max(min(own) for own in rounds[0]) > _long_run(seconds / _ROUNDS)
         if long or now + opened - began + least > end:
             break
@@ -228,7 +225,7 @@ def are_clear(speeds: Sequence[Speed]) -> bool:
 
 def _refuse_slow(once: float, paths: Sequence[Path], most: float) -> None:
     """Refuses files that are too slow to be compared, by the time of one run of the first of them."""
-    if len(paths) * FEWEST_RUNS * once > most:
+    if len(paths) * _FEWEST_TURNS * once > most:
         raise ExportError(
             f"a run of {paths[0].name} takes {once:.3g} s: {len(paths)} files cannot be compared within "
             f"{most:.3g} s, so measure them with `qtrace bench`."
@@ -419,7 +416,7 @@ def bench_files(
         profile = prediction = None
         if isinstance(runner, ProfiledRunner):
             if by_op or slower:
-                profile = read_profile(runner.profile(LEAST_RUNS))
+                profile = read_profile(runner.profile(_LEAST_TURNS))
             if table is not None:
                 prediction = predict(read_graph(path, runner.shapes), table)
         memory = peak_memory(path, runtime, settings)
@@ -456,10 +453,10 @@ def show(reports: Sequence[FileReport], by_op: bool) -> str:
 def _figures(report: FileReport) -> str:
     latency = report.latency
     times = [_milliseconds(t) for t in (latency.minimum, latency.median, latency.low, latency.high)]
-    memory = "      ?" if report.memory is None else f"{report.memory / MEBIBYTE:7.1f}"
+    memory = "      ?" if report.memory is None else f"{megabytes(report.memory):7.1f}"
     line = (
         f"{' '.join(times)} {latency.ratio:6.2f}x {latency.throughput:10.1f} "
-        f"{report.size / MEBIBYTE:7.1f}  {memory}"
+        f"{megabytes(report.size):7.1f}  {memory}"
     )
     if report.prediction is None:
         return line

@@ -13,10 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtrace.benchmarking.profile import FLOAT_OPS, INTEGER_OPS, LAYOUT, ROUNDINGS
-from qtrace.costs import FLOAT, INTEGER, LOOKUP, PLAIN_MAX_POOL, CostTable, OpShape
-from qtrace.costs.table import numel
+from qtrace.costs import (
+    FLOAT,
+    INTEGER,
+    LOOKUP,
+    PLAIN_MAX_POOL,
+    STEM_CHANNELS,
+    CostTable,
+    OpShape,
+    numel,
+)
 from qtrace.onnxfile.external_data import read_model
-from qtrace.onnxfile.local_session import STEM_CHANNELS, stays_blocked
+from qtrace.onnxfile.local_session import stays_blocked
 
 if TYPE_CHECKING:
     from qtrace.onnxfile.model import OnnxModel

@@ -7,6 +7,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,6 @@ __all__ = [
 ]
 
 _KERNEL = "_kernel_time"
-_MICROSECOND = 1e-6
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,12 @@ def _node(event: dict[str, Any]) -> NodeRun:
         for kind, sizes in entry.items()
     ]
     name = event["name"].removesuffix(_KERNEL)
-    return NodeRun(name, arguments.get("op_name", ""), event["dur"] * _MICROSECOND, tuple(shapes))
+    return NodeRun(
+        name,
+        arguments.get("op_name", ""),
+        timedelta(microseconds=event["dur"]).total_seconds(),
+        tuple(shapes),
+    )
 
 
 INTEGER_OPS, FLOAT_OPS, ROUNDINGS, LAYOUT = "integer kernels", "float kernels", "Q/DQ", "layout changes"

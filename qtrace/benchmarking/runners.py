@@ -26,8 +26,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from qtrace.costs import Machine
-from qtrace.costs.table import processor_facts, processor_flags
+from qtrace.costs import Machine, processor_facts, processor_flags
 from qtrace.errors import ExportError, install
 from qtrace.plugins import ObjectPlugins
 from qtrace.runtimes.host import RuntimeHost
@@ -42,7 +41,6 @@ __all__ = [
     "describe_machine",
     "differences",
     "file_size",
-    "find_package",
     "fixed_shape",
     "known",
     "open_file",
@@ -173,11 +171,6 @@ known = _RUNNERS.known
 def can_time(path: Path) -> bool:
     """Returns whether a runtime here runs files like ``path``."""
     return any(path.suffix.lower() in _RUNNERS.get(name).suffixes for name in known())
-
-
-def find_package(runtime: str) -> str:
-    """Returns the name by which the Python package of a runtime is imported."""
-    return _RUNNERS.get(runtime).package
 
 
 def open_file(path: Path, runtime: str | None = None, settings: RunnerSettings | None = None) -> Runner:
@@ -343,7 +336,6 @@ def differences(table: Machine, machine: Machine) -> list[str]:
     return [f"{name} {measured}, here {own}" for name, measured, own in pairs if measured != own]
 
 
-_SECONDS = 300
 _CODE = "import sys; from qtrace.benchmarking.runners import measure; measure(sys.stdin.read())"
 
 
@@ -361,9 +353,7 @@ def peak_memory(path: Path, runtime: str | None, settings: RunnerSettings) -> in
     }
     command = [sys.executable, "-c", _CODE]
     try:
-        process = subprocess.run(
-            command, input=json.dumps(order), text=True, capture_output=True, timeout=_SECONDS, check=True
-        )
+        process = subprocess.run(command, input=json.dumps(order), text=True, capture_output=True, check=True)
         return int(process.stdout.split()[-1])
     except (subprocess.SubprocessError, OSError, ValueError, IndexError):
         return None

@@ -18,8 +18,8 @@ from qtrace.calibration.collecting import Statistics, no_statistics
 from qtrace.config.checking import Named, algorithms, check_imported
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.flatten import flatten
+from qtrace.graph.kernels import read_array, shared_copy
 from qtrace.graph.stepping import SegmentEngine
-from qtrace.graph.tensors import read_array, shared_copy
 from qtrace.graph.types import TracedModule
 from qtrace.learning import LearningEngine
 from qtrace.preparation.float16 import float_values, uses_float16

@@ -12,7 +12,7 @@ from megengine import Tensor
 
 from qtrace.errors import CalibrationError
 from qtrace.graph.interpreter import evaluate_fixed, static_nodes
-from qtrace.graph.tensors import read_array
+from qtrace.graph.kernels import read_array
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import is_float_tensor
 from qtrace.preparation.float16 import float_values, uses_float16

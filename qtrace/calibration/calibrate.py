@@ -19,7 +19,7 @@ from qtrace.calibration.choice import Chosen, choose_segments
 from qtrace.calibration.collecting import CollectOptions, Statistics, collect, observe_parameters
 from qtrace.calibration.distributed import Collective, common_statistics, current
 from qtrace.config.checking import algorithms as algorithms_of
-from qtrace.data.batches import ENOUGH_SAMPLES, check_batches, evaluating
+from qtrace.data.batches import ENOUGH_SAMPLES, check_batches, evaluating, number_batches
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.fakequant.following.bias import BIAS_LIMIT
 from qtrace.graph.flatten import flatten
@@ -119,7 +119,8 @@ def calibrate(
     chosen: str | Chosen = engine
     if statistics is None:
         options = CollectOptions(engine, _count(batches, max_batches), threads, progress, runtime_host, True)
-        statistics, chosen = _collect(model, itertools.islice(batches, max_batches), options, current())
+        pairs = itertools.islice(number_batches(batches), max_batches)
+        statistics, chosen = _collect(model, pairs, options, current())
     statistics = _with_parameters(model, statistics)
     with _undone_on_failure(model), evaluating(prepared):
         _apply(model, statistics)
@@ -204,14 +205,18 @@ def _segments(
 
 
 def _collect(
-    prepared: QuantizedModel, batches: Iterable[Any], options: CollectOptions, ranks: Collective | None
+    prepared: QuantizedModel,
+    batches: Iterable[tuple[int, Any]],
+    options: CollectOptions,
+    ranks: Collective | None,
 ) -> tuple[Statistics, str | Chosen]:
     """Collects the statistics of the batches of all ranks; returns the engine of this rank, too."""
-    first, step = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    if ranks is not None:
+        batches = ((ranks.rank + ranks.size * number, batch) for number, batch in batches)
     outcome: Statistics | QtraceError
     chosen = options.engine
     try:
-        collected = collect(prepared, zip(itertools.count(first, step), batches), options)
+        collected = collect(prepared, batches, options)
         outcome, chosen = collected.statistics, collected.chosen
         if outcome.batches:
             _LOG.info(f"engine {collected.chosen.name}: {collected.chosen.reason}")

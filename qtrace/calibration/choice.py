@@ -14,6 +14,7 @@ from qtrace.calibration.base import Arguments, Engine, EngineError, Observe, Wat
 from qtrace.calibration.engines import MegEngine, OnnxRuntime, OnnxSegments
 from qtrace.data.batches import count_samples, first_samples
 from qtrace.errors import CalibrationError, ConfigError
+from qtrace.graph.differences import SAMPLE_RTOL
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TensorNode, TracedModule
@@ -21,6 +22,7 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.runtimes.host import RuntimeHost
 
 __all__ = [
+    "COMPARED_SAMPLES",
     "ENGINES",
     "Chosen",
     "ExplainedEngine",
@@ -31,11 +33,8 @@ __all__ = [
 
 ENGINES = ("auto", "megengine", "onnxruntime")
 
-# Two engines agree when no value differs by more than this share of the node's largest: 1/40 of a step of 8
-# bits. What float32 does to the order of sums stays below a tenth of it.
-_TOLERANCE = 1e-4
 # Samples of a batch on which both engines are compared, if the batch can be divided.
-_COMPARED_SAMPLES = 2
+COMPARED_SAMPLES = 2
 # MACs below which it takes longer to write the ONNX model than to run MegEngine.
 _MIN_MACS_FOR_EXPORT = 10**9
 
@@ -226,7 +225,7 @@ class _ComparedEngine(ExplainedEngine):
         if self._refusal:
             return Chosen(self._megengine.name, f"{self._fast.name} does not apply: {self._refusal}")
         # Not by how much: another number of workers compares other batches, and writes the same report.
-        reason = f"it agrees with MegEngine to {_TOLERANCE:g} of the range where they were compared"
+        reason = f"it agrees with MegEngine to {SAMPLE_RTOL:g} of the range where they were compared"
         others = sorted({reason for reason in self._reasons.values() if reason})
         if others:
             reason += f"; MegEngine runs batches of some other shapes: {others[0]}"
@@ -321,14 +320,14 @@ class _ComparedEngine(ExplainedEngine):
 
         self._megengine.run(arguments, index, compare)
         node = max(differences, key=differences.__getitem__, default="")
-        if differences and not differences[node] <= _TOLERANCE:
+        if differences and not differences[node] <= SAMPLE_RTOL:
             return f"{node} differs by {differences[node]:.1e} of its range"
         return ""
 
 
 def _compared_samples(prepared: TracedModule) -> int:
     """The number of compared samples: another than the traced one, which the ONNX model may have fixed."""
-    return _COMPARED_SAMPLES + (_COMPARED_SAMPLES in _traced_samples(prepared))
+    return COMPARED_SAMPLES + (COMPARED_SAMPLES in _traced_samples(prepared))
 
 
 def _traced_samples(prepared: TracedModule) -> set[int]:

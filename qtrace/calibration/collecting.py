@@ -29,6 +29,7 @@ from qtrace.graph.nonfinite import remedy_for, search_nonfinite
 from qtrace.graph.notes import name_with_line
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, op_label
+from qtrace.numerics import GAP
 from qtrace.observers.base import Observer
 from qtrace.observers.minmax import MinMax
 from qtrace.preparation.float16 import float_values
@@ -232,7 +233,6 @@ def _meant(value: np.ndarray) -> str:
 
 
 LARGE = 1e4  # smaller numbers do not stand for infinity, unless the graph shows it
-_GAP = 8.0  # between the numbers that stand for infinity and all others
 _LEAST_STEPS = 4.0  # of the grid within the others: fewer than 3 bits
 
 
@@ -258,7 +258,7 @@ def read_large(node: str, value: np.ndarray) -> Values | None:
     """
     sizes = np.abs(value)
     largest = float(sizes.max())
-    near = float(sizes.max(where=sizes < largest / _GAP, initial=0.0))
+    near = float(sizes.max(where=sizes < largest / GAP, initial=0.0))
     if largest < LARGE or near == 0.0:
         return None
     return Values(node, float(value.flat[int(sizes.argmax())]), near)
@@ -387,7 +387,7 @@ def collect(
                 for batch in bar:
                     index, arguments, engine = batch.number, batch.arguments, reader.engine()
                     observing.begin(index, batch.checksum)
-                    with _naming_infinity(arguments):
+                    with _naming_infinity(arguments, index):
                         engine.run(arguments, index, observing.observe)
                         for name in observing.nonfinite:
                             _refuse_nonfinite_output(module, arguments, index, model.nodes[name])
@@ -513,12 +513,12 @@ def _refuse_nonfinite_output(
 
 
 @contextmanager
-def _naming_infinity(arguments: Arguments) -> Iterator[None]:
+def _naming_infinity(arguments: Arguments, index: int) -> Iterator[None]:
     """Adds to an error where the batch itself holds infinity, which a mask may mean."""
     try:
         yield
     except CalibrationError as error:
-        place = find_values(arguments, np.isinf)
+        place = find_values(arguments, np.isinf, index)
         if not place:
             raise
         raise CalibrationError(f"{error} The batch itself holds infinity, first in {place}.") from error

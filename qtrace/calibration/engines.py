@@ -21,8 +21,8 @@ from qtrace.errors import ExportError, install
 from qtrace.export.onnx.segment import PreparedSegments, activations
 from qtrace.export.open_axes import SharedAxes
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.kernels import STAGE_BYTES
 from qtrace.graph.stepping import GraphSegment, SegmentRun, Use
-from qtrace.graph.tensors import STAGE_BYTES
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings, shrink_shared_arena

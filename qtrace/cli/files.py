@@ -131,7 +131,7 @@ def export(
     """Write a model for a runtime.
 
     MODEL is the folder of `qtrace calibrate` or its quantized.mge, or a float.mge of `qtrace trace`, which is
-    written in float. A file that another tool wrote is replaced by --force only, and MODEL never. A format of
+    written in float. Only --force replaces another tool's file; nothing replaces MODEL. A format of
     several files puts the others next to --out. In the end the command notes the size, the
     multiply-accumulates and, for a runtime with a cost table, the predicted time compared with float. The
     exit code is 1 if size or time are above the limits of the recipe's `expect`. The file is written all the
@@ -198,7 +198,7 @@ def _write_vectors(loaded: Any, out: Path, source: Any, count: int) -> Path:
     example="qtrace verify resnet18.onnx --model int8/quantized.mge --data images/ --recipe resnet50",
 )
 @click.argument("file")
-@click.option("--model", "-m", metavar="MODEL", required=True, help="The folder or file of FILE.")
+@click.option("--model", "-m", metavar="MODEL", required=True, help="The model that made FILE.")
 @options.runtime
 @options.runtime_host
 @options.grouped("where", "runtime", "runtime_host")
@@ -226,11 +226,11 @@ def verify(
 ) -> int:
     """Run an exported file in its runtime next to the graph, and compare every site.
 
-    The exit code is 1 if an op differs, if the file's outputs are farther from float than the graph's, or if
-    the graph itself has lost columns of an output.
-    MODEL is a folder of `qtrace calibrate` or its quantized.mge, or for a float file the float.mge of `qtrace
-    trace`: then the outputs are compared. Images and raw pixels are preprocessed by --recipe, or else by
-    MODEL's own recipe. With --dumped, FILE is not run: the tensors of a device are compared, batch by batch.
+    The exit code is 1 if an op differs, or if the file's outputs are farther from float than the graph's. It
+    is also 1 if the graph itself has lost columns of an output. MODEL is a folder of `qtrace calibrate` or
+    its quantized.mge, or for a float file the float.mge of `qtrace trace`: then the outputs are compared.
+    Images and raw pixels are preprocessed by --recipe, or else by MODEL's own recipe. With --dumped, FILE is
+    not run: the tensors of a device are compared, batch by batch.
     """
     if Path(file).is_dir():
         check_exported(Path(file))

@@ -219,8 +219,8 @@ _OPTIONS: tuple[tuple[str, Any, str], ...] = (
         _Numbers(),
         "What is subtracted from the channels of images, after --scale, such as 123.675,116.28,103.53.",
     ),
-    ("std", _Numbers(), "What the channels of images are divided by then, such as 58.395,57.12,57.375."),
-    ("scale", _Numbers(), "What pixels, 0 to 255, are multiplied by first, such as 1/255."),
+    ("std", _Numbers(), "Last, the image channels are divided by this, such as 58.395,57.12,57.375."),
+    ("scale", _Numbers(), "First, pixels (0 to 255) are multiplied by this, e.g. 1/255."),
     ("channels", click.Choice(["bgr", "rgb"]), "The order of channels that the model takes."),
     ("resize", click.Choice(["stretch", "center_crop", "letterbox"]), "How images get their size."),
     ("layout", click.Choice(["nchw", "nhwc"]), "The axes of uint8 arrays of pixels."),
@@ -246,7 +246,7 @@ def images(reserved: Sequence[str] = ()) -> Callable[..., Any]:
                 metavar=None if isinstance(kind, click.Choice) else name.upper(),
                 callback=_keep,
                 expose_value=False,
-                help=f"{text} Wins over the recipe's preprocess.",
+                help=f"{text} Overrides the recipe's preprocess.",
             )
             function = option(function)
         return function

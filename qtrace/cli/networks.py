@@ -51,7 +51,7 @@ __all__ = ["import_onnx", "inspect", "trace"]
     "allow_branch",
     metavar="FILE:LINE",
     multiple=True,
-    help="Keep what a value of the data is for the example on this line of forward; several times for more.",
+    help="On this line of forward, fix the data's value as in the example. Repeatable.",
 )
 @options.output
 def trace(
@@ -104,7 +104,7 @@ def trace(
     "--outputs",
     metavar="TENSOR",
     multiple=True,
-    help="Cut the file at this tensor: it is an output, and what it does not need is left out. Repeatable.",
+    help="Make this tensor an output; what no output needs is left out. Repeatable.",
 )
 @options.file_to_write("--out", "-o", required=True, help="The file to write.")
 @options.output

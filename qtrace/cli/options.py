@@ -110,7 +110,7 @@ def runtime_host(function: Callable[..., Any]) -> Callable[..., Any]:
         "--runtime-timeout",
         metavar="SECONDS",
         type=click.FloatRange(0, min_open=True),
-        help="With either: end a runtime that neither answers nor computes for so long; default: "
+        help="With either: stop a runtime idle (no answer, no computing) this long; default: "
         f"{IDLE_SECONDS:g}.",
     )
     @functools.wraps(function)
@@ -184,7 +184,7 @@ def dumped(function: Callable[..., Any]) -> Callable[..., Any]:
         metavar="L",
         default="nchw",
         show_default=True,
-        help="How dumped tensors of four axes are stored: nchw, nhwc, or such as nc4hw4.",
+        help="How dumped tensors of four axes are stored: nchw, nhwc, or e.g. nc4hw4.",
     )
     @functools.wraps(function)
     def command(dumped: str | None, names: str | None, layout: str, **arguments: Any) -> Any:

@@ -47,7 +47,7 @@ __all__ = ["calibrate", "quantize"]
     "card",
     max_drop="How far the metric may be below its value in float: layers are raised to float until it holds.",
     verify="Do not run the file in its runtime.",
-    measure="Do not measure the file next to your own one, or float.",
+    measure="Do not time the file against your own or float.",
     keep="Write the quantized file though it is slower than float here.",
     allow_broken="Write the file though the verdict is broken.",
 )

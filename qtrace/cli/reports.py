@@ -16,7 +16,7 @@ from qtrace.cli.verdicts import FAKE_QUANTS, SampleCounter, judge_comparison, sa
 from qtrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from qtrace.inspection.comparison.report import ChannelRanges
+    from qtrace.inspection.comparison.report import ChannelRanges, Comparison
     from qtrace.sensitivity.diagnosis import Diagnosis
 
 __all__ = ["compare", "explain", "sensitivity"]
@@ -36,7 +36,7 @@ __all__ = ["compare", "explain", "sensitivity"]
 @click.option(
     "--why",
     metavar="NODE",
-    help="Explain a node, also as in the ONNX file, a site, a module (or a glob), or a kind of op in full.",
+    help="Explain in full a node (also by its ONNX name), site, module (or a glob) or kind of op.",
 )
 @click.option("--all", "every", is_flag=True, help="Show ops on shapes and constants, too.")
 @options.file_to_write("--dot", help="Also draw the graph into this file, for Graphviz.")
@@ -94,9 +94,6 @@ def _result(explanation: Any, why: str | None, every: bool, width: int | None) -
     return explanation.table(width, every=every, colour=colour), explanation.to_dict()
 
 
-_DRAWN = 10  # sites whose channels are drawn
-
-
 @click.command(
     cls=options.Command,
     example="""
@@ -135,12 +132,11 @@ def compare(
 ) -> int:
     """Show where a quantized graph's error comes from, site by site.
 
-    MODEL is a folder of `qtrace calibrate`, its prepared.mge or its quantized.mge. "own" is the error that
-    arises at a site if all sites before it are float, "inherited" the error from those sites. Both are
-    relative to the signal, in dB: higher is better. Use data that was not used to calibrate. The verdict
-    above the table is measured on some samples at the beginning of --data, the table on all of them. The
-    exit code is 1 if it is broken. Images and raw pixels are preprocessed by --recipe, or else by MODEL's own
-    recipe.
+    MODEL is a folder of `qtrace calibrate`, its prepared.mge or its quantized.mge. The error "own" arises at
+    a site if all sites before it are float; "inherited" comes from those sites. Both are relative to the
+    signal, in dB: higher is better. Use data that was not used to calibrate. The verdict above the table is
+    measured on some samples at the beginning of --data, the table on all of them. The exit code is 1 if it is
+    broken. Images and raw pixels are preprocessed by --recipe, or else by MODEL's own recipe.
     """
     model = model.in_folder(CONVERTED)
     width = shutil.get_terminal_size().columns if on_terminal() else None
@@ -156,7 +152,7 @@ def compare(
             comparison = qtrace.compare(loaded, counter, float_model=network)
         diagnosis = judge_comparison(loaded, network, source, console)
         if html is not None:
-            html.write(comparison.html(*_findings(diagnosis)))
+            html.write(comparison.html(*_findings(diagnosis, comparison)))
     if html is not None:
         console.note(f"{html.path} is written: open it in a browser.")
     judged = {} if diagnosis is None else {"diagnosis": diagnosis.to_dict()}
@@ -166,7 +162,7 @@ def compare(
     return 0 if diagnosis is None or diagnosis.verdict.word != "broken" else 1
 
 
-def _findings(diagnosis: Diagnosis | None) -> tuple[list[str], list[ChannelRanges]]:
+def _findings(diagnosis: Diagnosis | None, comparison: Comparison) -> tuple[list[str], list[ChannelRanges]]:
     """Returns the lines of a diagnosis, and the channels of the sites of its causes and of the worst ones."""
     from qtrace.inspection.comparison.report import ChannelRanges
 
@@ -174,9 +170,8 @@ def _findings(diagnosis: Diagnosis | None) -> tuple[list[str], list[ChannelRange
         return [], []
     remarks = {cause.site: f"{cause.name}: {cause.text}" for cause in diagnosis.causes if cause.site}
     measured = {e.site: e for e in diagnosis.sites}
-    worst = sorted(measured.values(), key=lambda e: -e.channels.mean_relative_noise)
-    names = list(dict.fromkeys((*(n for n in remarks if n in measured), *(e.site for e in worst))))[:_DRAWN]
-    chosen = (measured[name] for name in names)
+    names = dict.fromkeys([*remarks, *(site.site for site in comparison.worst())])
+    chosen = (measured[name] for name in names if name in measured)
     return diagnosis.lines(), [
         ChannelRanges(
             site=e.site,
@@ -230,9 +225,7 @@ def _findings(diagnosis: Diagnosis | None) -> tuple[list[str], list[ChannelRange
     type=float,
     help="For --metric detection: the smallest float score of a location that counts.  [default: 0.3]",
 )
-@click.option(
-    "--at-least", type=float, help="Search for the fewest layers to raise until the metric is this."
-)
+@click.option("--at-least", type=float, help="Search for the fewest layers to raise to reach this metric.")
 @click.option(
     "--max-drop", type=float, help="As --at-least, but how far the metric may be below its value in float."
 )

@@ -15,7 +15,7 @@ import click
 from qtrace.cli.console import Console
 from qtrace.cli.models import chosen_words
 from qtrace.cli.options import grouped
-from qtrace.display import MEBIBYTE, Displayed, format_table
+from qtrace.display import Displayed, format_table, megabytes
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.quantizing.reporting import CURE
 
@@ -126,7 +126,7 @@ def check_expectations(
     values = {
         "max_drop": drop,
         "min_sqnr": sqnr,
-        "max_megabytes": None if size is None else size / MEBIBYTE,
+        "max_megabytes": None if size is None else megabytes(size),
         "max_milliseconds": None if seconds is None else seconds * 1e3,
     }
     return Expectations(tuple(_checks(expect, values, sources or {})), subject)
@@ -141,8 +141,8 @@ def _checks(
             continue
         passed = None
         if value is not None:
-            kept = value >= limit if name.startswith("min_") else value <= limit
-            passed = kept and not math.isnan(value)
+            holds = value >= limit if name.startswith("min_") else value <= limit
+            passed = holds and not math.isnan(value)
         shown = value if value is None or math.isfinite(value) else None
         yield Expectation(name, limit, shown, passed, sources.get(name, ""))
 
@@ -250,10 +250,10 @@ def check_file(
 
 def note_checks(console: Console, *results: Expectations) -> dict[str, Any]:
     """Notes the tables of limits, and returns them for JSON; nothing where no config has a limit."""
-    given = [result for result in results if result.checks]
-    for result in given:
+    checked = [result for result in results if result.checks]
+    for result in checked:
         console.note(result.table())
-    return {"expect": [result.to_dict() for result in given]} if given else {}
+    return {"expect": [result.to_dict() for result in checked]} if checked else {}
 
 
 def _last(name: str) -> str:
@@ -302,11 +302,11 @@ class NextCommand:
 
     def after(self, diagnosis: Diagnosis, backend: str) -> str:
         """Returns the command to run after a diagnosis of a graph for ``backend``."""
-        given, out = self.options, self.options["out"]
+        options, out = self.options, self.options["out"]
         if diagnosis.verdict.word == "good" and diagnosis.verdict.passed:
             from qtrace.quantizing.targets import suffix_of
 
-            stem = Path(given["model"].rpartition(":")[2]).stem
+            stem = Path(options["model"].rpartition(":")[2]).stem
             name = f"{stem}-int8{suffix_of(backend)}"
             return shlex.join(["qtrace", "export", f"{out}/quantized.mge", "-o", name])
         if diagnosis.bad_data:
@@ -314,35 +314,35 @@ class NextCommand:
         if diagnosis.verdict.doubted:
             return self._calibrate_on_other_data("too-few-samples", None)
         if diagnosis.recipe():
-            return self._calibrate(given["data"], f"{out}/{CURE}", given["max_batches"])
-        words = ["qtrace", "sensitivity", given["model"], "--data", given["data"]]
-        return shlex.join([*words, "--recipe", given["recipe"], *chosen_words()])
+            return self._calibrate(options["data"], f"{out}/{CURE}", options["max_batches"])
+        words = ["qtrace", "sensitivity", options["model"], "--data", options["data"]]
+        return shlex.join([*words, "--recipe", options["recipe"], *chosen_words()])
 
     def _calibrate_on_other_data(self, cause: str, data: str | None) -> str:
         """Returns the command for other data, or for more of the same after a limit."""
-        given = self.options
-        limit = -(-_ENOUGH_SAMPLES // given["batch_size"])
+        options = self.options
+        limit = -(-_ENOUGH_SAMPLES // options["batch_size"])
         if cause == "too-few-samples" and self.more_data:
             return self._calibrate(
-                given["data"], given["recipe"], max(limit, 2 * (given["max_batches"] or 0))
+                options["data"], options["recipe"], max(limit, 2 * (options["max_batches"] or 0))
             )
-        return self._calibrate(data or "MORE_DATA", given["recipe"], limit)
+        return self._calibrate(data or "MORE_DATA", options["recipe"], limit)
 
     def _calibrate(self, data: str, recipe: str, max_batches: int | None) -> str:
-        given = self.options
-        words = ["qtrace", "calibrate", given["model"], "--data", data, "--recipe", recipe]
-        words += ["--batch-size", str(given["batch_size"])] if given["batch_size"] != 8 else []
+        options = self.options
+        words = ["qtrace", "calibrate", options["model"], "--data", data, "--recipe", recipe]
+        words += ["--batch-size", str(options["batch_size"])] if options["batch_size"] != 8 else []
         words += [] if max_batches is None else ["--max-batches", str(max_batches)]
-        words += ["--skip-bad"] if given["skip_bad"] else []
+        words += ["--skip-bad"] if options["skip_bad"] else []
         words += chosen_words()
-        words += ["--allow-code"] if given["allow_code"] else []
-        words += [word for name in given["allow"] for word in ("--allow", name)]
+        words += ["--allow-code"] if options["allow_code"] else []
+        words += [word for name in options["allow"] for word in ("--allow", name)]
         for name in ("evaluation", "metric"):
             value = self.judged[name]
             words += [] if value is None or value == data else [f"--{name}", value]
         at_least = self.judged["at_least"]
         words += [] if at_least is None else ["--at-least", f"{at_least:g}"]
-        return shlex.join([*words, "--out", f"{given['out']}-cured"])
+        return shlex.join([*words, "--out", f"{options['out']}-cured"])
 
 
 def judge_comparison(model: Any, network: Any, source: DataSource, console: Console) -> Diagnosis | None:

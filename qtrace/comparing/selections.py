@@ -88,8 +88,8 @@ def read_ranking(expr: Expr) -> OpCall | None:
 def read_places(expr: Expr) -> OpCall | None:
     """Reads ``expr`` if it ranks scores and something reads their places; None if not.
 
-    Only the values of a top-k, such as a threshold or a mean of the best, move by no more than a score does,
-    whatever the order is: they are no selection, and the places of another run would give other values.
+    The values of a top-k, such as a threshold or a mean of the best, move by no more than a score does in any
+    order. So they are no selection by themselves: the places of another run would give other values.
     """
     call = read_ranking(expr)
     if call is None or call.kind in EXTREMES:

@@ -23,6 +23,7 @@ from qtrace.errors import QtraceError
 
 __all__ = [
     "DIFFERING_MARGIN_DB",
+    "EQUAL_DB",
     "FEWEST_SAMPLES",
     "LEAST_VARIATION",
     "NO_INFORMATION_DB",
@@ -58,6 +59,8 @@ FEWEST_SAMPLES = 4
 """The fewest samples whose differences predict the differences of others."""
 LEAST_VARIATION = 1e-8
 """The share of the power below which samples, and the values of columns, are called equal."""
+EQUAL_DB = 60.0
+"""From this SQNR on, outputs are as close as those of two float engines, and count as equal."""
 NO_INFORMATION_DB = 3.0
 """Below this SQNR a group carries no information: half of the power is noise."""
 _CONSTANT = 1e-6  # of the float values' variation
@@ -351,8 +354,8 @@ class _GroupSums:
 
     Attributes:
         total: the sums over all values.
-        moments: values, sum of f, of f**2, of q, of q**2, of q - f and of (q - f)**2 of each column; None
-            before the first batch, and empty if batches have unequal numbers of columns.
+        moments: values, sum of f, of f**2, of q, of q**2, of q - f and of (q - f)**2 of each column. None
+            before the first batch; empty if batches have unequal numbers of columns.
     """
 
     total: ErrorSums = field(default_factory=ErrorSums)

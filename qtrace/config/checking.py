@@ -146,9 +146,6 @@ def _check_order(name: str, algorithm: Algorithm, before: list[Named], origin: s
             )
 
 
-# Checks that the target, the observers and the fake quants support a config, and names its lines.
-
-
 def check_whole(qconfig: QConfig) -> None:
     """Checks the settings for every op, without a graph.
 

@@ -155,9 +155,6 @@ def _observer(side: str, observer: Any, lost: list[str]) -> dict[str, Any]:
     return {side: {name: options} if options else name}
 
 
-# Recipes: a config as a YAML file. Packaged ones are named by their file in ``recipes/``:
-# ``backend/ncnn``.
-
 SCHEMA = "qtrace/1"
 # The recipe of `prepare(traced)` and of `qtrace calibrate` without one.
 DEFAULT_RECIPE = "int8"

@@ -120,9 +120,9 @@ def _with_part(tree: Tree, part: Tree | None, keeps: Callable[[Tree], bool]) -> 
     values = {key: child for key, child in part.value.items() if key not in ("name", "description")}
     merged = merge(tree, replace(part, value=values), WHOLE, keeps=keeps)
     known, new = (list(rules.value or ()) if rules else [] for rules in map(_rules, (tree, part)))
-    kept = len(list(takewhile(keeps, reversed(known))))
+    count = len(list(takewhile(keeps, reversed(known))))
     if known and new:
-        first, last = known[: len(known) - kept], known[len(known) - kept :]
+        first, last = known[: len(known) - count], known[len(known) - count :]
         merged.value["rules"] = replace(merged.value["rules"], value=[*first, *new, *last])
     return merged
 

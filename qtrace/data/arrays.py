@@ -419,10 +419,10 @@ class _LoaderSource(DataSource):
     def _to_inputs(self, values: Sequence[Any], labels: Sequence[str], batch: str) -> list[np.ndarray]:
         """Converts what a loader gives to inputs."""
         arrays = [_to_array(value, label) for value, label in zip(values, labels, strict=True)]
-        found = None if self._preprocess is None else find_pixels(arrays, self._preprocess)
+        pixels = None if self._preprocess is None else find_pixels(arrays, self._preprocess)
         inputs = []
         for number, (array, label) in enumerate(zip(arrays, labels, strict=True)):
-            if number == found and self._preprocess is not None:
+            if number == pixels and self._preprocess is not None:
                 self.pixels = True
                 check_channels(array.shape, label, self._preprocess)
                 inputs.append(convert(array, self._preprocess))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import CalibrationError, DataError
-from qtrace.graph.tensors import MAX_RANK
+from qtrace.graph.kernels import MAX_RANK
 
 __all__ = [
     "GIVE_BATCHES",

@@ -45,6 +45,7 @@ __all__ = [
     "find_values",
     "first_samples",
     "name_arguments",
+    "number_batches",
     "refuse_nan",
     "split_samples",
     "translate_errors",
@@ -137,11 +138,11 @@ def cast_to_declared(
                 return Tensor(value.numpy().astype(np.float16).astype(np.float32))
         if np.dtype(value.dtype).name == info.carried_dtype:
             return value
-        given = value.numpy()
+        array = value.numpy()
         with np.errstate(invalid="ignore"):
-            carried = given.astype(info.carried_dtype)
-        if carried.dtype.kind != "f" and not np.array_equal(carried, given):
-            number = given[carried != given].flat[0]
+            carried = array.astype(info.carried_dtype)
+        if carried.dtype.kind != "f" and not np.array_equal(carried, array):
+            number = array[carried != array].flat[0]
             with np.errstate(invalid="ignore"):
                 beyond = np.trunc(number).astype(np.dtype(info.dtype)) == number
             if beyond:
@@ -308,9 +309,9 @@ def as_arguments(batch: Any, model: TracedModule, index: int = 0) -> _Arguments:
     """Converts a batch to the arguments of a call: arrays become float32 or integer Tensors.
 
     Args:
-        batch: a Tensor or array; a tuple or list of them, one for each argument; or a dict, by the names
-            of the model's arguments, or of the inputs in the file that the model was imported from. A dict
-            with other keys is the model's one argument.
+        batch: a Tensor or array; a tuple or list of them, one for each argument; or a dict. Its names are the
+            model's arguments, or the inputs in the file that the model was imported from. A dict with other
+            keys is the model's one argument.
         model: the module that will be called.
         index: the number of the batch, for messages.
 
@@ -358,6 +359,11 @@ def check_batches(batches: Any, name: str = "batches", reader: str = "") -> None
         )
 
 
+def number_batches(batches: Any) -> Iterator[tuple[int, Any]]:
+    """Returns batches with the numbers that their source gives them, or which count them."""
+    return batches.numbered() if hasattr(batches, "numbered") else enumerate(batches)
+
+
 def refuse_nan(arguments: _Arguments, index: int, model: TracedModule, source: str = "") -> None:
     """Refuses a batch with NaN, which each runtime maps to another integer, unless it is meant.
 
@@ -372,7 +378,7 @@ def refuse_nan(arguments: _Arguments, index: int, model: TracedModule, source: s
     Raises:
         CalibrationError: when a value is NaN, and an op or a rounding calculates with it.
     """
-    if not (place := find_values(arguments, np.isnan)):
+    if not (place := find_values(arguments, np.isnan, index)):
         return
     flat = flatten(model)
     with evaluating(flat), translate_errors(model, arguments, index):
@@ -384,19 +390,22 @@ def refuse_nan(arguments: _Arguments, index: int, model: TracedModule, source: s
         )
 
 
-def find_values(arguments: _Arguments, test: Callable[[np.ndarray], np.ndarray]) -> str:
+def find_values(arguments: _Arguments, test: Callable[[np.ndarray], np.ndarray], index: int = 0) -> str:
     """Returns where the first value of a batch stands that a test holds for; "" if there is none.
 
     Args:
         arguments: the result of `as_arguments`.
         test: returns a boolean for each value of an array of floats.
+        index: the number of the batch, which may know the number of its first sample in the data.
     """
     args, kwargs = arguments
     for key, argument in (*enumerate(args), *kwargs.items()):
         for value in _values(argument):
-            if value.dtype.kind == "f" and value.size and (found := test(value)).any():
-                place = [int(axis[0]) for axis in np.nonzero(found)]
-                return f"input {key} at {place}" + (f" (sample {place[0]})" if place else "")
+            if value.dtype.kind == "f" and value.size and (matches := test(value)).any():
+                place = [int(axis[0]) for axis in np.nonzero(matches)]
+                return f"input {key} at {place}" + (
+                    f" (sample {getattr(index, 'first', 0) + place[0]})" if place else ""
+                )
     return ""
 
 
@@ -525,8 +534,8 @@ def translate_errors(model: TracedModule, arguments: _Arguments, index: int) -> 
 def evaluating(model: TracedModule) -> Iterator[None]:
     """Puts the model in eval mode and gives every module its training flag back in the end.
 
-    Within the block MegEngine's recurrent layers refuse inputs of wrong shapes, which their kernels misread,
-    and graphs that read places by ``F.gather`` run without a queue, in which it gives other rows at random.
+    Within the block MegEngine's recurrent layers refuse inputs of wrong shapes, which their kernels misread.
+    Graphs that read places by ``F.gather`` run without a queue, in which it gives other rows at random.
     """
     flags = [(module, module.training) for module in modules_of(model)]
     for module, _ in flags:

@@ -202,7 +202,7 @@ def are_pixels(dtype: np.dtype[Any], rank: int, preprocess: Preprocess | None) -
 def find_pixels(arrays: Sequence[np.ndarray], preprocess: Preprocess) -> int | None:
     """Returns the number of the array of a batch that ``preprocess`` converts; None if there is none.
 
-    It is the first one with four axes and the recipe's channels, if that is uint8: a mask with an image, or
+    It is the first one with four axes and the recipe's channels, if that is uint8. A mask with an image, or
     with one that is normalized already, stays as it is.
     """
     channels, axis = preprocess.size[0], 3 if preprocess.layout == "nhwc" else 1
@@ -299,24 +299,24 @@ def _jpeg(data: bytes) -> tuple[int, int] | None:
 def _bmp(data: bytes) -> tuple[int, int] | None:
     if int.from_bytes(data[14:18], "little") == 12:  # the header of OS/2
         return _pair(data, 20, 18, 2, "little")
-    found = _pair(data, 22, 18, 4, "little")
-    if found is None:
+    sizes = _pair(data, 22, 18, 4, "little")
+    if sizes is None:
         return None
     # Signed: a negative height means that the first row is the upper one.
-    height, width = (value - 2**32 if value >= 2**31 else value for value in found)
+    height, width = (value - 2**32 if value >= 2**31 else value for value in sizes)
     return abs(height), abs(width)
 
 
 def _webp(data: bytes) -> tuple[int, int] | None:
     kind = data[12:16]
     if kind == b"VP8X":
-        found = _pair(data, 27, 24, 3, "little")
-        return None if found is None else (found[0] + 1, found[1] + 1)
+        sizes = _pair(data, 27, 24, 3, "little")
+        return None if sizes is None else (sizes[0] + 1, sizes[1] + 1)
     if kind == b"VP8L":
         bits = int.from_bytes(data[21:25], "little")
         return ((bits >> 14) & 0x3FFF) + 1, (bits & 0x3FFF) + 1
-    found = _pair(data, 28, 26, 2, "little")
-    return None if found is None else (found[0] & 0x3FFF, found[1] & 0x3FFF)
+    sizes = _pair(data, 28, 26, 2, "little")
+    return None if sizes is None else (sizes[0] & 0x3FFF, sizes[1] & 0x3FFF)
 
 
 _LOG = logging.getLogger("qtrace")
@@ -373,8 +373,7 @@ class ImageSource(SizedSource):
         except DataError as error:
             if not self._skip_bad:
                 raise DataError(
-                    f"batch {number}: {error} Repair or remove it, or leave such images out "
-                    "(--skip-bad, skip_bad=True)."
+                    f"batch {number}: {error} Repair or remove it, or leave such images out (skip_bad=True)."
                 ) from error
             self.skipped.append(str(path))
             _LOG.warning("left out: %s", error)

@@ -122,7 +122,13 @@ class Recut(DerivedSource):
             numbered = self.inner.numbered(selects)
         else:
             numbered = enumerate(self._joined(self.size))
-        yield from (pair for pair in numbered if not self.whole or batch_length(pair[1]) == self.size)
+        first = 0
+        for number, batch in numbered:
+            place, count = _Number(number), batch_length(batch)
+            place.first = number * self.size if self.cut and self.size else first
+            first = place.first + count
+            if not self.whole or count == self.size:
+                yield number if self.size is None else place, batch
 
     def _joined(self, size: int) -> Iterator[Batch]:
         """Yields all batches of ``size`` samples, and what is left before samples of another shape."""
@@ -140,6 +146,19 @@ class Recut(DerivedSource):
             parts = [] if batch_length(cuts[-1]) >= step else [cuts.pop()]
             yield from cuts
         yield from () if self.whole else parts
+
+
+class _Number(int):
+    """The number of a batch of samples that came in other batches; its text names the first one, too.
+
+    Attributes:
+        first: the number of its first sample in the data.
+    """
+
+    first = 0
+
+    def __str__(self) -> str:
+        return f"{int(self)} (from sample {self.first} of the data)"
 
 
 class _SizedRecut(Recut, SizedSource):

@@ -71,9 +71,9 @@ def export(
         The path of the file.
 
     Raises:
-        ExportError: for an unknown format or option, a path that cannot be written, a file there that
-            qtrace did not write, or a graph that it cannot express. The message has the node, its op and its
-            source line.
+        ExportError: for an unknown format or option, or a path that cannot be written. Also for a file there
+            that qtrace did not write, or a graph that the format cannot express. The message has the node,
+            its op and its source line.
         GraphError: when the module is prepared and not converted, or no traced module.
         ConfigError: when a format of your own cannot be imported, or is no `Format`.
     """

@@ -38,9 +38,9 @@ from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import flatten, set_parameter
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.kernels import read_array
 from qtrace.graph.notes import source_line
 from qtrace.graph.renewal import renew_all
-from qtrace.graph.tensors import read_array
 from qtrace.graph.tracing.hazards import debugging_marks, native_quantization
 from qtrace.graph.types import Constant, Expr, GetAttr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, module_path, op_label, owner, users
@@ -419,8 +419,8 @@ class PlainGraph(ConvertedGraph):
     Args:
         traced: a traced module that was not prepared; it is not changed.
         pieces: whether composites such as attention are written as their pieces.
-        folded: whether a BatchNorm, or a stored scale and shift, becomes part of the layer before it, as for
-            runtimes that do not fold them when they load a file.
+        folded: whether a BatchNorm, or a stored scale and shift, becomes part of the layer before it.
+            Runtimes that do not fold them when they load a file need that.
 
     Attributes:
         scopes: expr -> the path of the module that it calls, or in whose ``forward`` it was recorded. It

@@ -20,7 +20,7 @@ NMS = "qtrace_nms"
 """The prefix of the nodes that choose boxes."""
 
 _FORMS = ("xyxy", "cxcywh")
-_COORDINATES, _OBJECTNESS = 4, 1
+_COORDINATES, _OBJECTNESS = 4, 1  # columns of a box, before those of the classes
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Suppression:
     """How boxes are chosen.
 
     Attributes:
-        boxes: the output with the boxes, (N, A, 4); or, without ``scores``, with all columns of a YOLOX head,
+        boxes: the output with the boxes, (N, A, 4). Without ``scores`` it has all columns of a YOLOX head,
             (N, A, 4 + 1 + C): box, objectness, score of each class.
         scores: the output with the scores of the classes, (N, A, C); None if ``boxes`` has them.
         objectness: the output with a factor of all scores of a box, (N, A, 1); None for none.

@@ -127,8 +127,8 @@ class DocumentOp:
         label: the function or module that it calls.
         inputs: the tensors that it reads, without weights.
         outputs: the tensors that it computes.
-        weights: type of a weight -> weight: "weight" and "bias" of a layer, "gamma", "beta", "mean" and "var"
-            of a norm, tensors of other modules by their names, "const" of a constant.
+        weights: type of a weight -> weight. A layer has "weight" and "bias", a norm "gamma", "beta", "mean"
+            and "var", a constant "const". Tensors of other modules have their names.
         attrs: the constant arguments.
         path: the path of the module in whose ``forward`` it was recorded.
         expr: the expr; None for inputs and constants.

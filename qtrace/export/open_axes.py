@@ -120,10 +120,10 @@ class SharedAxes:
         """Returns the open axes of a file; see `find_declared_axes` for the arguments."""
         if self._outputs is None:
             # Files that are thrown away may run on batches of any size.
-            found = find_declared_axes(graph, problem_at, keeps_batch=False)
-            self._inputs = {node.name: own for node, own in found.inputs.items()}
-            self._outputs = [found.outputs.get(node, {}) for node in graph.outputs]
-            return found
+            axes = find_declared_axes(graph, problem_at, keeps_batch=False)
+            self._inputs = {node.name: own for node, own in axes.inputs.items()}
+            self._outputs = [axes.outputs.get(node, {}) for node in graph.outputs]
+            return axes
         inputs = {node: self._inputs[node.name] for node in graph.inputs if node.name in self._inputs}
         return DeclaredAxes(inputs, dict(zip(graph.outputs, self._outputs, strict=True)))
 

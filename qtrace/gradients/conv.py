@@ -58,8 +58,8 @@ def conv2d(
     """``megengine.functional.conv2d``: the same arguments, the same bits, and faster gradients on CPU.
 
     The gradients differ from MegEngine's only by the order of summation. They are used on a CPU, in float32,
-    from 200,000 multiplications on (a million with both groups and a stride), if the weight needs a gradient,
-    or if only the input of a convolution with groups and without a stride does. Otherwise this is
+    from 200,000 multiplications on (a million with both groups and a stride). The weight must need a
+    gradient, or only the input of a convolution with groups and without a stride. Otherwise this is
     ``F.conv2d`` itself. They work under ``jit.trace``. They are without gradients themselves.
 
     Args:

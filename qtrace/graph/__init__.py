@@ -12,7 +12,7 @@ process. ``graph/`` and what takes its graphs apart (``extras/source/``, ``extra
 interpreter, patterns and tables. A shape that a node records is true, not marked as stale. The editor
 infers the shapes after an edit when it commits (``inference.py``, ``renewal.py``), on variables without
 values, and refuses an edit after which an op cannot run. Copies of a graph share the values of large
-tensors until one side is written (``tensors.py``). ``builder.py`` infers the shapes of a new graph in the
+tensors until one side is written (``kernels.py``). ``builder.py`` infers the shapes of a new graph in the
 same way: its kernels run only on constants and sizes. A change that passes no editor, such as a layer's
 stride, is renewed by ``prepare`` and by ``PlainGraph``, and reported by ``lint``. ``opaque.py`` has the
 leaf for nodes of an ONNX file that MegEngine lacks: a small ONNX model as bytes, which

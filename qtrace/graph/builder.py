@@ -24,9 +24,9 @@ from megengine.traced_module.utils import _convert_kwargs_to_args
 from qtrace.errors import GraphError
 from qtrace.graph import failures
 from qtrace.graph.inference import OpError, TensorType, TypeInference, summarize, type_of, zeros
+from qtrace.graph.kernels import MAX_RANK, stored_tensor
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.stepping import finish
-from qtrace.graph.tensors import MAX_RANK, stored_tensor
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.tracing.running import engine_for_tracing
 from qtrace.graph.walk import argument_spec, op_label, set_arguments

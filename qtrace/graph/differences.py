@@ -35,6 +35,7 @@ from qtrace.graph.walk import module_path, op_label
 from qtrace.process import on_engine_thread
 
 __all__ = [
+    "SAMPLE_RTOL",
     "SampleDifference",
     "SamplesReport",
     "TraceDifference",
@@ -231,7 +232,8 @@ def random_exprs(traced: TracedModule) -> list[Expr]:
 
 # Compares a graph on a batch with the same graph on each sample of the batch, op by op.
 
-_SAMPLE_RTOL = 1e-4  # of the largest value of a tensor: kernels sum in another order for another batch size
+SAMPLE_RTOL = 1e-4
+"""Of the largest value of a tensor, 1/40 of a step of 8 bits: kernels sum in another order."""
 _ENGINE_ERRORS = (AssertionError, RuntimeError, TypeError, ValueError)
 
 Kind = Literal["view", "random", "fails", "shape", "samples"]
@@ -406,7 +408,7 @@ class _Comparison:
         arrays = [_array(single) for single in singles]
         whole = _array(self.batch[node])
         error, pieces = _best_cut(whole, arrays)
-        agrees = error is not None and error <= _SAMPLE_RTOL
+        agrees = error is not None and error <= SAMPLE_RTOL
         for values, single, piece in zip(self.samples, singles, pieces, strict=True):
             values[node] = _like(single, piece) if agrees and piece is not None else single
         if agrees or node in self.sizes:
@@ -440,7 +442,7 @@ class _Comparison:
         inputs = [self.batch[n] for n in expr.inputs]
         copies = [_like(v, v.numpy()) if isinstance(v, Tensor) else v for v in inputs]
         error, _ = _best_cut(_array((interpret(expr, copies) or ())[index]), arrays)
-        return error is not None and error <= _SAMPLE_RTOL
+        return error is not None and error <= SAMPLE_RTOL
 
     def _first_cause(self, outputs: Sequence[Node]) -> SampleDifference | None:
         """Walks back from the outputs through values that differ to the first expr that reads none."""
@@ -494,7 +496,7 @@ def _best_cut(
         error = max(_relative_error(p, s) for p, s in zip(pieces, singles, strict=True))
         if best[0] is None or error < best[0]:
             best = error, pieces
-        if error <= _SAMPLE_RTOL:
+        if error <= SAMPLE_RTOL:
             break
     return best
 

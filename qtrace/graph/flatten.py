@@ -16,10 +16,10 @@ from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import GraphError
 from qtrace.graph.inference import recorded_type
+from qtrace.graph.kernels import shared_copies, shared_copy
 from qtrace.graph.notes import move_meta, own_meta
 from qtrace.graph.renewal import InlinedCall, renew_calls, same_type
 from qtrace.graph.stepping import finish
-from qtrace.graph.tensors import shared_copies, shared_copy
 from qtrace.graph.walk import called_graph, get_module
 
 __all__ = ["add_submodule", "delete_attribute", "flatten", "set_parameter", "tied_parameters"]

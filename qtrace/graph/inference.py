@@ -35,15 +35,29 @@ from qtrace.fakequant.following.bn_fold import LAYERS, BnFold
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.gradients import plain
 from qtrace.graph.failures import describe_failure
-from qtrace.graph.kernels import check_op, divisor_of_integers, quiet_engine
+from qtrace.graph.kernels import (
+    check_op,
+    divisor_of_integers,
+    holds_large_tensors,
+    quiet_engine,
+    shared_copies,
+)
 from qtrace.graph.opaque import OpaqueOp
-from qtrace.graph.tensors import holds_large_tensors, shared_copies
 from qtrace.graph.walk import called_graph, freeze, get_module, owner, reads_shape, updates_inputs
 
-__all__ = ["OpError", "TensorType", "TypeInference", "recorded_type", "summarize", "type_of", "zeros"]
+__all__ = [
+    "SMALL",
+    "OpError",
+    "TensorType",
+    "TypeInference",
+    "recorded_type",
+    "summarize",
+    "type_of",
+    "zeros",
+]
 
-# Stored float tensors up to this size count by their values, larger ones by their type.
-_LARGEST_VALUE = 64
+SMALL = 256
+"""Entries of a tensor that holds sizes, paddings or bounds: such a tensor counts by its values."""
 # Functions, methods and layers whose arguments the deduction of shapes does not check.
 _COMPUTED = {
     *(
@@ -411,7 +425,7 @@ def summarize(value: Any) -> Any:
     """Returns the value of a stored tensor or module; a large float tensor counts by its type."""
     if not isinstance(value, RawTensor):
         return value if isinstance(value, (Module, TensorType)) else None
-    small = int(np.prod(value.shape)) <= _LARGEST_VALUE
+    small = int(np.prod(value.shape)) <= SMALL
     return value if small or np.dtype(value.dtype).kind in "iub" else type_of(value)
 
 

@@ -23,7 +23,7 @@ from megengine.traced_module.pytree import LeafDef, TreeDef, tree_flatten
 from qtrace.errors import GraphError
 from qtrace.graph.failures import parsing
 from qtrace.graph.interpreter import Interpreter
-from qtrace.graph.tensors import MAX_RANK
+from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import op_label
 
@@ -389,9 +389,9 @@ def _drop_input(traced: TracedModule, node: Node) -> None:
     if index >= first_default:
         del defaults[index - first_default]
     names = [name for i, name in enumerate(spec.args) if i != index]
-    kept = (value for i, value in enumerate(args) if i != index)
+    others = (value for i, value in enumerate(args) if i != index)
     spec = spec._replace(args=names, defaults=tuple(defaults) or None)
-    _define(traced, tree_flatten(((*kept,), kwargs))[1], out_def, spec)
+    _define(traced, tree_flatten(((*others,), kwargs))[1], out_def, spec)
     _edit_interface(traced, drop=place - 1)
 
 

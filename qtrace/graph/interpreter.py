@@ -24,8 +24,7 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.gradients import plain
 from qtrace.graph.failures import describe_failure
-from qtrace.graph.kernels import quiet_engine
-from qtrace.graph.tensors import PART_BYTES, large_reads
+from qtrace.graph.kernels import PART_BYTES, large_reads, quiet_engine
 from qtrace.graph.types import (
     CallFunction,
     CallMethod,

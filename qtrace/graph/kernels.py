@@ -1,8 +1,16 @@
-"""Calls at which a kernel of MegEngine's ends the process, and how the engine runs a graph."""
+"""How MegEngine computes: large tensors without copies, calls at which a kernel ends the process, its engine.
+
+MegEngine copies a tensor by its values, and keeps what was read as an array as long as the tensor lives. A
+view of a whole tensor is cheaper: it shares the values, and its array goes with it. A write into either does
+not reach the other, since MegEngine writes a new value and never into an old one.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
+import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,17 +19,127 @@ import megengine as mge
 import megengine.functional.nn as nn
 import megengine.functional.vision as vision
 import numpy as np
-from megengine.core._imperative_rt.core2 import Tensor
+from megengine import Parameter, Tensor
+from megengine.core._imperative_rt.core2 import Tensor as RawTensor
 from megengine.core.ops import builtin
+from megengine.core.ops.builtin import GetVarShape
 from megengine.core.tensor import array_method
 from megengine.jit.tracing import is_tracing
 from megengine.module import Module
-from megengine.traced_module import expr
+from megengine.traced_module import expr as expressions
+from megengine.traced_module.expr import Apply, CallFunction, CallMethod, Expr, GetAttr
+from megengine.traced_module.node import Node, TensorNode
+from megengine.traced_module.traced_module import InternalGraph
 from megengine.utils.network_node import VarNode
 
 from qtrace.graph.walk import modules_of
 
-__all__ = ["check_op", "divisor_of_integers", "quiet_engine", "refuse_divisions_by_zero"]
+__all__ = [
+    "MAX_RANK",
+    "PART_BYTES",
+    "STAGE_BYTES",
+    "check_op",
+    "count_bytes",
+    "divisor_of_integers",
+    "holds_large_tensors",
+    "large_reads",
+    "quiet_engine",
+    "read_array",
+    "refuse_divisions_by_zero",
+    "shared_copies",
+    "shared_copy",
+    "stored_tensor",
+]
+
+
+# Copies and reads large tensors without a further copy of their values.
+
+# Bytes of parameters that are held in several copies at once: a large network is gone through in parts of
+# this size. A constant, not a share of the free memory: the parts may decide the last bits of values.
+PART_BYTES = 64 << 20
+
+STAGE_BYTES = 512 << 20
+"""Of values that a stage keeps until others have read them: outputs of layers, or batches that run ahead."""
+
+# Of smaller tensors a copy is as quick, and their roundings are not worth being given back.
+_LARGE_BYTES = 2**16
+MAX_RANK = int(GetVarShape().axis)  # of MegEngine's tensors: this axis stands for the whole shape
+_INPLACE = "MEGENGINE_INPLACE_UPDATE"  # MegEngine's own switch: optimizers write into values then
+
+
+def count_bytes(node: Node) -> int:
+    """Returns the size of a value in float32; 0 for a module, and where the graph records no shape."""
+    shape = node.shape if isinstance(node, TensorNode) else None
+    return 4 * math.prod(int(n) for n in shape) if shape else 0
+
+
+def large_reads(graph: InternalGraph) -> dict[Expr, int]:
+    """Maps the exprs that read large parameters, and may round them, to the size of these in float32."""
+    sizes: dict[Expr, int] = {}
+    for expr in graph._exprs:
+        size = count_bytes(expr.outputs[0]) if isinstance(expr, GetAttr) else 0
+        if size >= _LARGE_BYTES:
+            for reader in expr.outputs[0].users:
+                sizes[reader] = sizes.get(reader, 0) + size
+    return sizes
+
+
+def read_array(tensor: Tensor) -> np.ndarray:
+    """Returns the values of a tensor, which keeps no array of them.
+
+    Args:
+        tensor: the tensor; it is not changed.
+    """
+    array: np.ndarray = (_view(tensor) if _is_large(tensor) else tensor).numpy()
+    return array
+
+
+def stored_tensor(values: np.ndarray, trainable: bool = True) -> Tensor:
+    """Returns a new tensor with some values, which keeps no array of them.
+
+    Args:
+        values: the values.
+        trainable: whether it is a Parameter.
+    """
+    kind = Parameter if trainable else Tensor
+    tensor = kind(values)
+    return kind(_view(tensor)) if _is_large(tensor) else tensor
+
+
+def shared_copy(tensor: Tensor) -> Tensor:
+    """Copies a tensor; a large one shares its values with the copy until one of them is written.
+
+    Args:
+        tensor: the tensor or parameter; it is not changed.
+    """
+    if not _is_large(tensor) or os.environ.get(_INPLACE, "0") != "0":
+        return copy.deepcopy(tensor)
+    return type(tensor)(_view(tensor))
+
+
+def shared_copies(module: Module) -> dict[int, Any]:
+    """Returns a memo for `copy.deepcopy` in which the large tensors of a module are copied already."""
+    tensors = (tensor for _, tensor in module.named_tensors())
+    return {id(tensor): shared_copy(tensor) for tensor in tensors if _is_large(tensor)}
+
+
+def holds_large_tensors(value: Any) -> bool:
+    """Returns whether ``value`` is a module with tensors that are worth to be shared."""
+    return isinstance(value, Module) and any(_is_large(tensor) for _, tensor in value.named_tensors())
+
+
+def _is_large(tensor: Tensor) -> bool:
+    """Returns whether a tensor is large, and a copy needs only its values."""
+    dtype = np.dtype(tensor.dtype)
+    plain = dtype.kind in "fiub" and dtype.metadata is None and tensor._qparams is None
+    return plain and int(np.prod(tensor._tuple_shape, dtype=np.int64)) * dtype.itemsize >= _LARGE_BYTES
+
+
+def _view(tensor: Tensor) -> Tensor:
+    return tensor.detach()[...]
+
+
+# Calls at which a kernel of MegEngine's ends the process, and how the engine runs a graph.
 
 
 @contextmanager
@@ -96,7 +214,7 @@ def refuse_divisions_by_zero() -> None:
 
     nn.adaptive_pool2d_cpp, array_method.reshape_cpp = checked_pool, checked_reshape
     array_method._elwise_apply = checked_elementwise
-    for module in (nn, vision, expr):
+    for module in (nn, vision, expressions):
         module.apply = _checked(module.apply)
 
 
@@ -130,15 +248,15 @@ def check_op(op: Any, inputs: Sequence[Any]) -> None:
             raise ValueError(f"interpolation of an empty map of shape {shape}: give one with pixels")
 
 
-def divisor_of_integers(call: expr.Expr) -> Any:
+def divisor_of_integers(call: Expr) -> Any:
     """Returns the divisor of a call that divides integers, a node or a value; None for other calls."""
-    if isinstance(call, expr.Apply):
+    if isinstance(call, Apply):
         op = call.opdef
         dividing = type(op) is builtin.Elemwise and (op.mode is _FLOOR_DIV or op.mode is _MOD)
         operands: Sequence[Any] = call.inputs if dividing else ()
-    elif isinstance(call, expr.CallFunction):
+    elif isinstance(call, CallFunction):
         operands = call.args if call.func.__name__ in _DIVIDING else ()
-    elif isinstance(call, expr.CallMethod):
+    elif isinstance(call, CallMethod):
         operands = call.args if call.method in _DIVIDING else ()
         operands = call.args[::-1] if call.method in _REVERSED else operands
     else:
@@ -211,14 +329,14 @@ def _values(value: Any) -> np.ndarray | None:
             return np.asarray(value.numpy())
         except RuntimeError:
             return None
-    if isinstance(value, Tensor):
+    if isinstance(value, RawTensor):
         return None if is_tracing() else np.asarray(value.numpy())  # what is read there becomes a constant
     return np.asarray(value)
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
     """Returns the shape of a tensor; None where it is not known."""
-    shape = getattr(value, "_tuple_shape", None) if isinstance(value, Tensor) else np.shape(value)
+    shape = getattr(value, "_tuple_shape", None) if isinstance(value, RawTensor) else np.shape(value)
     return None if shape is None else tuple(map(int, shape))
 
 
@@ -230,12 +348,12 @@ def _check_pooled_size(x: Any, size: Any) -> None:
     shape, pooled = _shape(x), _pooled_size(size)
     if shape is None or len(shape) != 4 or pooled is None:  # MegEngine itself refuses other numbers of axes
         return
-    given = shape[2:]
+    sizes = shape[2:]
     if any(n < 1 for n in pooled):
         raise ValueError(f"adaptive pooling to {pooled} has an empty result: give a size of 1 or more")
-    if any(out > n for out, n in zip(pooled, given, strict=True)):
+    if any(out > n for out, n in zip(pooled, sizes, strict=True)):
         raise ValueError(
-            f"adaptive pooling of an input of {given} to the larger {pooled}, which MegEngine cannot "
+            f"adaptive pooling of an input of {sizes} to the larger {pooled}, which MegEngine cannot "
             "compute: give a larger input there, or enlarge it by F.nn.interpolate"
         )
 

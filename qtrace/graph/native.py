@@ -306,10 +306,10 @@ def _kind(module: Module) -> str:
 
 def _become(module: Module, layer: Module) -> None:
     """Turns ``module`` into ``layer`` in place, so that whoever holds it holds the layer."""
-    kept = {key: module.__dict__[key] for key in _KEPT if key in module.__dict__}
+    attributes = {key: module.__dict__[key] for key in _KEPT if key in module.__dict__}
     module.__class__ = type(layer)
     module.__dict__.clear()
-    module.__dict__.update({**layer.__dict__, **kept})
+    module.__dict__.update({**layer.__dict__, **attributes})
 
 
 def _ranges(module: Module, activation: QParams | str | None, weight: QParams | str | None) -> LayerRanges:

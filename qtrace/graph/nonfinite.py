@@ -94,29 +94,29 @@ class NonfiniteSearch(Interpreter):
         """The first function of one tensor that gives numbers for NaN of the tensor; None without one."""
         for node, count in self.nan.items():
             for expr in node.users:
-                kept = [self.nan.get(n, 0) for n in expr.outputs if _alike(n, node)]
+                counts = [self.nan.get(n, 0) for n in expr.outputs if _alike(n, node)]
                 called = isinstance(expr, CallFunction) or is_call_module(expr) or _is_elementwise(expr)
-                if called and len(tensor_inputs(expr)) == 1 and kept and min(kept) < count:
+                if called and len(tensor_inputs(expr)) == 1 and counts and min(counts) < count:
                     return expr
         return None
 
     def _keeps_nan(self, expr: Expr) -> bool:
         """Returns whether ``expr`` moves NaN, selects other values, asks for it, or gives it in place."""
         read = [self.nan.get(node, 0) for node in expr.inputs]
-        given = [self.nan.get(node, 0) for node in expr.outputs]
+        counts = [self.nan.get(node, 0) for node in expr.outputs]
         if is_call_module(expr):
             return False
-        if len(read) == 2 and expr.inputs[0] is expr.inputs[1] and not any(given):  # x == x
+        if len(read) == 2 and expr.inputs[0] is expr.inputs[1] and not any(counts):  # x == x
             return True
         if isinstance(expr, CallFunction):
             kind = plain(expr.func).__module__.rpartition(".")[-1]
-            activation = kind == "nn" and read == given
+            activation = kind == "nn" and read == counts
             return (
-                expr.func is F.isnan or kind == "tensor" or activation or (kind == "elemwise" and all(given))
+                expr.func is F.isnan or kind == "tensor" or activation or (kind == "elemwise" and all(counts))
             )
         if isinstance(expr, Apply):
-            return reads_shape(expr) or (_is_elementwise(expr) and all(given))
-        return expr.method in ("__getitem__", "__setitem__") or all(given)
+            return reads_shape(expr) or (_is_elementwise(expr) and all(counts))
+        return expr.method in ("__getitem__", "__setitem__") or all(counts)
 
 
 def _is_elementwise(expr: Expr) -> bool:

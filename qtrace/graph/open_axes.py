@@ -14,8 +14,8 @@ import megengine as mge
 import numpy as np
 
 from qtrace.graph.failures import parsing
-from qtrace.graph.inference import OpError, TensorType, TypeInference, recorded_type
-from qtrace.graph.tensors import MAX_RANK
+from qtrace.graph.inference import SMALL, OpError, TensorType, TypeInference, recorded_type
+from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, reads_shape
 
@@ -42,8 +42,6 @@ __all__ = [
 
 
 # Computes the numbers that a graph derives from shapes, at the traced shapes.
-
-_MAX_VALUES = 256  # entries of one tensor: enough for sizes, paddings and bounds
 
 
 def traced_value(node: TensorNode) -> np.ndarray | None:
@@ -90,13 +88,13 @@ def _collect_exprs(node: TensorNode) -> list[Expr] | None:
 
 
 def _is_small(expr: Any) -> bool:
-    """Returns whether an expr gives at most `_MAX_VALUES` numbers and reads no parameter or input."""
+    """Returns whether an expr gives at most `SMALL` numbers and reads no parameter or input."""
     if expr is None or isinstance(expr, (Input, GetAttr)) or not expr.outputs or _is_random(expr):
         return False
     if isinstance(expr, Constant) and not isinstance(expr.outputs[0], TensorNode):
         return False
     shapes = [n.shape for n in expr.outputs]
-    return all(s is not None and math.prod(int(i) for i in s) <= _MAX_VALUES for s in shapes)
+    return all(s is not None and math.prod(int(i) for i in s) <= SMALL for s in shapes)
 
 
 def _is_random(expr: Expr) -> bool:
@@ -117,8 +115,6 @@ def _evaluate(expr: Expr, values: dict[Node, np.ndarray]) -> list[np.ndarray] | 
     except Exception:  # MegEngine's errors are of no class of their own
         return None
 
-
-# Axes whose size a graph leaves open, and the shapes that follow.
 
 _ATTRIBUTE = "open_axes"
 BATCH = "N"  # the name of the batch where a file or a user gives none
@@ -294,7 +290,6 @@ Shape = tuple[int | str, ...]
 """The sizes of a tensor; an open one is its name, or -1 where it is computed from open sizes."""
 
 _COMPUTED = -1
-_LARGER_BATCH = 8  # by how much the second batch is larger than the recorded one
 
 
 def infer_types(traced: TracedModule, shapes: Mapping[str, Sequence[int]]) -> dict[Node, TensorType | None]:
@@ -340,12 +335,7 @@ class SizedTypes:
         types = []
         inputs = _input_shapes(self.traced)
         batches = all(axis.axis == 0 for axis in axes)
-        sizes = (
-            other_sizes(inputs, axes, _LARGER_BATCH)[:: _LARGER_BATCH - 1]
-            if batches
-            else other_sizes(inputs, axes, 3)
-        )
-        for shapes in sizes:
+        for shapes in other_sizes(inputs, axes) if batches else other_sizes(inputs, axes, 3):
             with contextlib.suppress(OpError):
                 types.append(self.infer(shapes))
         return types

@@ -231,8 +231,6 @@ def _path(node: Node) -> str | None:
     return ".".join(parts) if parts and isinstance(node.expr, Input) else None
 
 
-# Reads an expr as the operation that it computes, whichever spelling its call has.
-
 _BINARY = {
     **{"add": F.add, "sub": F.sub, "mul": F.mul, "truediv": F.div, "floordiv": F.floor_div},
     **{"mod": F.mod, "pow": F.pow, "matmul": F.matmul},

@@ -159,8 +159,6 @@ def parse_moves(items: Any = ()) -> tuple[Move, ...]:
     return moves
 
 
-# What the file that a traced module was imported from says of itself, and the names in it.
-
 _ATTRIBUTE = "onnx_origin"
 _MAX_VERSION = int(np.iinfo(np.int64).max)  # of a number in a protobuf file
 # Keys that most networks do not have.

@@ -42,9 +42,6 @@ __all__ = [
 ]
 
 
-# Renews the shapes and dtypes that nodes record, and finds those that are not true any more.
-
-
 @on_engine_thread
 def renew_all(traced: TracedModule) -> None:
     """Renews shape and dtype of every node of ``traced`` from those that its graph's inputs record.

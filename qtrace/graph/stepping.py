@@ -16,7 +16,7 @@ from megengine.traced_module.node import ModuleNode, Node, TensorNode
 
 from qtrace.errors import GraphError
 from qtrace.graph.interpreter import Interpreter, fixed_nodes, interpret, last_uses, name_failures
-from qtrace.graph.tensors import PART_BYTES, count_bytes, large_reads, read_array
+from qtrace.graph.kernels import PART_BYTES, count_bytes, large_reads, read_array
 from qtrace.process import LargeFrees
 
 __all__ = [

@@ -41,8 +41,8 @@ class OpCost:
         op: its callee as source code has it.
         kind: its kind, as configs name it; "" for an op without a rule.
         module: the path of its module.
-        shape: the recorded shape of its first output, with the names of open axes in the place of their sizes
-            and -1 for sizes that depend on them; None if the graph records none.
+        shape: the recorded shape of its first output; None if the graph records none. Names of open axes
+            stand in the place of their sizes, and -1 for sizes that depend on them.
         macs: multiply-accumulates.
         parameters: values of the parameters and buffers that it is the first to read.
         output_bytes: bytes of its outputs.

@@ -4,8 +4,7 @@
 producers and readers, and its editor. `local_session` and `sessions` run it, `kernels` knows onnxruntime's
 integer kernels. `fragment` has a few nodes as they are in a file, `selecting` those that select.
 
-The importer, the exporter, ``verify``, ``check``, ``diff``, predicted times, the engine of ``calibrate`` and
-the nodes that a graph keeps of a file work through this room, which needs no MegEngine. The reader trusts
+All that reads or runs ONNX files does so through this room, which needs no MegEngine. The reader trusts
 nothing that a file says of its size or of other files. A fault has one sentence, whoever met it. A target's
 ``contract.py`` has what it takes.
 """

@@ -375,7 +375,8 @@ def describe_growth(path: Path, source: Path) -> str:
     for tensor in graphs[0].initializer:
         equal = known[math.prod(tensor.dims)]
         grown.append((count_bytes(tensor) - (equal.pop() if equal else 0), tensor.name))
-    grown = sorted((pair for pair in grown if pair[0] > 0), reverse=True)
+    grown.append((sizes[0] - sizes[1] - sum(more for more, _ in grown), "its nodes and names"))
+    grown = sorted((pair for pair in grown if format_bytes(max(pair[0], 0)) != format_bytes(0)), reverse=True)
     shown = ", ".join(f"{name} (+{format_bytes(more)})" for more, name in grown[:3]) or "its nodes"
     own, before = map(format_bytes, sizes)
     return f"size: {own}, {sizes[0] / sizes[1]:.2f} times the {before} of {source.name}, through {shown}"

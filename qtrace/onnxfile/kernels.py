@@ -195,8 +195,8 @@ def products_saturate(host: RuntimeHost | None = None) -> bool:
 def products_are_wrong(host: RuntimeHost | None = None) -> bool:
     """Returns whether onnxruntime's products of uint8 and int8 are wrong here, or on a host, for some shapes.
 
-    On processors with AMX, onnxruntime 1.21 to 1.24 computes the last of each 32 rows wrong where the number
-    of columns leaves 17 to 31 over a multiple of 32 (issue 26324). It adds what its memory holds of before,
+    On processors with AMX, onnxruntime 1.21 to 1.24 computes the last of each 32 rows wrong (issue 26324).
+    The number of columns is then 17 to 31 over a multiple of 32. It adds what its memory holds of before,
     which may be 0: one right product proves nothing, so the processor's flags decide here. Elsewhere
     products of several shapes are computed, one after the other, of numbers that no 16 bits overflow with.
     """

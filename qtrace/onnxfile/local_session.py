@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from qtrace.runtimes.host import RuntimeHost
 
 __all__ = [
-    "STEM_CHANNELS",
     "USE_SHARED_ARENA",
     "LocalSession",
     "OrtSession",
@@ -43,9 +42,6 @@ USE_SHARED_ARENA = "session.use_env_allocators"
 """The entry of a session's configuration that says "1" if it takes the shared memory."""
 
 _SHRINK = "memory.enable_memory_arena_shrinkage"
-
-STEM_CHANNELS = 8
-"""With fewer channels than this, a float convolution reads the plain layout."""
 
 _BLOCKED = "MaxPool AveragePool GlobalAveragePool Add Mul Concat Relu Sigmoid Tanh Resize BatchNormalization"
 _INTO_CONV = frozenset({"LeakyRelu", "HardSigmoid"})
@@ -230,8 +226,8 @@ class LocalSession(OrtSession):
         except onnxruntime_errors() as error:
             raise SessionError("refused the input", error) from error
         # An output that is an input has the memory of the array that was given, and does not keep that alive.
-        given = names or [output.name for output in self.outputs]
-        return [value.copy() if name in feeds else value for name, value in zip(given, values, strict=True)]
+        names = names or [output.name for output in self.outputs]
+        return [value.copy() if name in feeds else value for name, value in zip(names, values, strict=True)]
 
     def time(self, feeds: Mapping[str, np.ndarray]) -> float:
         """See `OrtSession.time`."""

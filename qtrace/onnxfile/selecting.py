@@ -228,8 +228,8 @@ class SelectingFragment:
     def replay(self, values: Sequence[np.ndarray], table: np.ndarray) -> Replayed:
         """Computes the outputs for the places of another run, as `places` gives them.
 
-        No node reads a place that the values of this run would pick: it may be one of another number of rows
-        than the inputs have, which come from the other run's places, too.
+        No node reads a place that the values of this run would pick. The inputs come from the other run's
+        places, too, so that they may have another number of rows.
         """
         rows = split_places(table)
         given = [
@@ -369,16 +369,16 @@ class _Writer:
         """
         from onnx import helper
 
-        given, own = f"{selection.name}__given_{number}", f"{selection.name}__own_{number}"
-        self.inputs.append(given)
+        places, own = f"{selection.name}__given_{number}", f"{selection.name}__own_{number}"
+        self.inputs.append(places)
         if selection.kind in _MASKED:
-            node.input[-1] = f"{given}_mask"
-            return [helper.make_node("Cast", [given], [f"{given}_mask"], to=self.bool)], selection.name, []
-        behind = [helper.make_node("Identity", [given], [selection.name])]
+            node.input[-1] = f"{places}_mask"
+            return [helper.make_node("Cast", [places], [f"{places}_mask"], to=self.bool)], selection.name, []
+        behind = [helper.make_node("Identity", [places], [selection.name])]
         if selection.kind == "TopK" and node.output[0]:
             best = node.output[0]
             behind.append(
-                helper.make_node("GatherElements", [node.input[0], given], [best], axis=selection.axis)
+                helper.make_node("GatherElements", [node.input[0], places], [best], axis=selection.axis)
             )
             node.output[0] = f"{best}__own_{number}"
         node.output[-1] = own
@@ -431,15 +431,15 @@ def _drop_unread(graph: Any) -> None:
             needed.update(read_names(node))
             nodes.append(node)
     stored = [tensor for tensor in graph.initializer if tensor.name in needed]
-    for field, kept in ((graph.node, nodes[::-1]), (graph.initializer, stored), (graph.value_info, [])):
-        _set(field, kept)
+    for field, messages in ((graph.node, nodes[::-1]), (graph.initializer, stored), (graph.value_info, [])):
+        _set(field, messages)
 
 
 def _set(field: Any, messages: Sequence[Any]) -> None:
     """Sets a repeated field to messages, some of which are its own and live no longer than it has them."""
-    kept = [type(message).FromString(message.SerializeToString()) for message in messages]
+    copies = [type(message).FromString(message.SerializeToString()) for message in messages]
     del field[:]
-    field.extend(kept)
+    field.extend(copies)
 
 
 def _described(name: str, kind: int) -> Any:

@@ -1,4 +1,4 @@
-"""Op rules: one family a file, each with a tuple ``RULES``.
+"""Op rules: families of ops in a file, each file with a tuple ``RULES``.
 
 The files are found by name (sorted), never by import order; two rules for one target are an error. A rule of
 your own is the attribute ``qtrace_rule`` of its function or module class. It may also be an entry point in

@@ -28,9 +28,6 @@ __all__ = [
 ]
 
 
-# Rules and readings of exprs: one `OpCall` for a module, its functional twin and its Tensor method.
-
-
 class Role(enum.Enum):
     """The way in which quantization treats an op."""
 

@@ -25,6 +25,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, Vali
 from qtrace.errors import SHOWN_LINES, ConfigError, QtraceError
 
 __all__ = [
+    "SHOWN_CHARACTERS",
     "Bool",
     "Float",
     "Int",
@@ -41,6 +42,7 @@ __all__ = [
     "spell",
 ]
 
+SHOWN_CHARACTERS = 60  # of a value in a message or a report
 _MAX_LEVELS = 50  # of nested lists and mappings
 
 _M = TypeVar("_M", bound="OptionModel")
@@ -252,7 +254,7 @@ def _sentence(error: Mapping[str, Any], model: type[BaseModel], place: Place) ->
 def show(value: Any) -> str:
     """Formats a value as YAML spells it, cut to a readable length."""
     text = "empty" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
 
 
 def _keys_at(model: type[BaseModel], loc: Loc) -> list[str]:
@@ -276,7 +278,6 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _CHECKED_ELSEWHERE = {"QConfig"}
-_MAX_SHOWN = 60  # characters of a value in a message
 
 
 def _is_bool(value: Any) -> bool:
@@ -422,6 +423,6 @@ def _shown(value: Any) -> str:
         return f"an array of shape {value.shape}"
     if value is None or isinstance(value, (str, bytes, numbers.Number, list, tuple, dict)):
         text = repr(value)
-        if len(text) <= _MAX_SHOWN and "\n" not in text:
+        if len(text) <= SHOWN_CHARACTERS and "\n" not in text:
             return text
     return _with_article(type(value).__name__)

@@ -22,7 +22,7 @@ without the annotation in one and with it in the other.
 
 Where a graph selects rows (top-k, arg-max, NMS, a mask), one finder and one tape serve every stage
 (Networks that select): ``comparing/selections.py`` finds the ops, and replays what one run
-picks in another. ``passes/selecting.py`` keeps scores, what gates decide by, and what follows the picked
+picks in another. ``passes/mixed_ranges.py`` keeps scores, what gates decide by, and what follows the picked
 rows in float. The choice on the calibrated graph, ``compare``, ``verify`` and the verdict measure rows
 next to the same rows of float, and the share of right picks apart.
 """

@@ -26,6 +26,7 @@ from qtrace.data.batches import (
     evaluating,
     every_second,
     first_samples,
+    number_batches,
     refuse_nan,
     split_samples,
 )
@@ -128,7 +129,7 @@ def read_calls(samples: Iterable[Any], model: TracedModule, count: int) -> list[
     """Returns the arguments of calls for the first ``count`` images of ``samples``."""
 
     def read() -> Iterator[Any]:
-        for index, batch in enumerate(samples):
+        for index, batch in number_batches(samples):
             arguments = as_arguments(batch, model, index)
             refuse_nan(arguments, index, model)
             yield arguments
@@ -239,8 +240,6 @@ def takes_call(arguments: Any, model: TracedModule) -> bool:
         return False
     return True
 
-
-# Compares the float graph of a network with the network itself, on samples of the user's data.
 
 _LOG = logging.getLogger("qtrace")
 
@@ -398,8 +397,8 @@ def read_batches(samples: Iterable[Any]) -> Iterator[Batch]:
             named = {str(name): _as_array(value) for name, value in batch.items()}
             arrays = [value for value in named.values() if value is not None]
         else:
-            given = batch if isinstance(batch, (tuple, list)) else (batch,)
-            arrays = [value for value in map(_as_array, given) if value is not None]
+            values = batch if isinstance(batch, (tuple, list)) else (batch,)
+            arrays = [value for value in map(_as_array, values) if value is not None]
             named = {}
         if len(arrays) != (len(batch) if isinstance(batch, (Mapping, tuple, list)) else 1):
             return

@@ -18,7 +18,7 @@ import numpy as np
 
 from qtrace import ops
 from qtrace.graph.interpreter import evaluate_fixed, fixed_nodes
-from qtrace.graph.tensors import read_array
+from qtrace.graph.kernels import read_array
 from qtrace.graph.types import Expr, Node, TensorNode
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.ops import OpCall, Role

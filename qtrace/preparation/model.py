@@ -24,7 +24,7 @@ from qtrace.fakequant.following.bn_fold import BnFold, BnFoldCall
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.edit import RECORD_ATTRIBUTE
 from qtrace.graph.failures import parsing
-from qtrace.graph.tensors import read_array
+from qtrace.graph.kernels import read_array
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import describe_path, exprs, owner, users
 from qtrace.numerics import quantize, quantize_bias
@@ -225,9 +225,6 @@ def followers(model: TracedModule) -> Iterator[BiasQuant | BnFold | DynamicQuant
 def _children(model: TracedModule) -> Iterator[Module]:
     container = getattr(model, CONTAINER)
     return (m for m in container.__dict__.values() if isinstance(m, Module))
-
-
-# A prepared or converted module as an object: its record is parsed once, and its sites know their nodes.
 
 
 @dataclass(frozen=True, eq=False)

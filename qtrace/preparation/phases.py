@@ -117,10 +117,10 @@ def has_wrong_gradient(expr: Expr) -> bool:
 
 def say_wrong_gradients(traced: TracedModule) -> str:
     """Returns a sentence on a layer of MegEngine's own whose gradient 1.13 computes wrong; "" without one."""
-    left = [owner(expr) for expr in exprs(traced) if has_wrong_gradient(expr)]
-    if not left:
+    layers = [owner(expr) for expr in exprs(traced) if has_wrong_gradient(expr)]
+    if not layers:
         return ""
-    name, kind = getattr(left[0], "_name", None) or "a layer", type(left[0]).__name__
+    name, kind = getattr(layers[0], "_name", None) or "a layer", type(layers[0]).__name__
     return (
         f"{name} is of type {kind}, whose gradient is wrong in MegEngine on CPU: write the layer with "
         "F.linear, F.split, F.sigmoid and F.tanh to train it."

@@ -44,9 +44,8 @@ from qtrace.preparation.passes.base import change_float, copy_views, reads_sampl
 from qtrace.preparation.passes.compose import compose_pieces, drop_neutral
 from qtrace.preparation.passes.expand import align_biases, expand
 from qtrace.preparation.passes.insert import insert
-from qtrace.preparation.passes.mixed_ranges import find_mixed_ranges
+from qtrace.preparation.passes.mixed_ranges import find_mixed_ranges, leave_selecting
 from qtrace.preparation.passes.place import place, write_activations
-from qtrace.preparation.passes.selecting import leave_selecting
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.process import on_engine_thread, paused_collector, returns_memory
@@ -374,8 +373,6 @@ def _flat(traced: TracedModule) -> TracedModule:
 
 # The second step of ``prepare``: what is quantized, and why.
 
-_SHOWN_AFTER = 1.0  # second: most graphs are decided on before
-
 
 @dataclass(frozen=True)
 class Decision:
@@ -401,9 +398,7 @@ def decide(graph: FloatGraph, progress: bool = False) -> Decision:
         ConfigError: for a config that does not fit the graph.
     """
     model, config = graph.model, graph.config
-    with progress_bar(
-        desc="prepare", unit="forward passes", disable=not progress, delay=_SHOWN_AFTER, leave=False
-    ) as bar:
+    with progress_bar(desc="prepare", unit="forward passes", disable=not progress, leave=False) as bar:
         run = MeasuredRun(model, graph.samples, advance=bar.update)
         mixed = leave_selecting(model, config, find_mixed_ranges(model, config, run))
     placing = place(model, config, mixed)

@@ -1,9 +1,9 @@
 """AdaRound: rounds each weight up or down so that the output of its layer changes least, layer by layer.
 
 Rounding to nearest minimizes the error of the weights, not of the layer's output. AdaRound learns the
-roundings of a layer on ``min ||f(W x) - f(W~ x~)||**2``, where x~ is the input from the quantized and already
-rounded layers before, and f the activation after (Nagel et al. 2020, "Up or Down? Adaptive
-Rounding for Post-Training Quantization", eq. 25).
+roundings of a layer on ``min ||f(W x) - f(W~ x~)||**2``. Here x~ is the input from the layers before, which
+are rounded already, and f the activation after. Source: Nagel et al. 2020, "Up or Down? Adaptive Rounding for
+Post-Training Quantization", eq. 25.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ __all__ = ["AdaRound"]
 class AdaRound(LearnedRounding):
     """Learns the roundings of each layer on its own; scales stay."""
 
-    after: ClassVar[tuple[str, ...]] = ("output_cosine",)
     instead_of: ClassVar[tuple[str, ...]] = ("reconstruct",)
-    reason: ClassVar[str] = "roundings are chosen once, with scales that stay"
 
     def blocks(self, model: TracedModule, layers: list[QuantizedLayer]) -> list[Block]:
         return single_layers(model, layers)

@@ -2,8 +2,8 @@
 
 Rounding changes mean and variance of a layer's output, while its BatchNorm still normalizes by the statistics
 of the float layer. Statistics of the quantized layer restore the mean and variance of every channel that
-training intended (Sun et al. 2019, "Hybrid 8-bit Floating Point Training and Inference for Deep
-Neural Networks", section 3; Nagel et al. 2021, "A White Paper on Neural Network Quantization", 5.2.1).
+training intended. Sources: Sun et al. 2019, "Hybrid 8-bit Floating Point Training and Inference for Deep
+Neural Networks", section 3. Nagel et al. 2021, "A White Paper on Neural Network Quantization", 5.2.1.
 
 If BatchNorm is folded, the channel is scaled instead: ``a = deviation(y) / deviation(y~)`` goes into the
 scale of its weight, whose integers stay, and the bias becomes ``a * (b - mean(y~)) + mean(y)``.

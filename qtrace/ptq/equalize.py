@@ -2,8 +2,8 @@
 
 Where ``f(s * x) = s * f(x)``, the channels of a tensor between two layers may be scaled: the layer before is
 divided by s, the layer after multiplied. With ``s = sqrt(r1 / r2)`` of the ranges of their weights, every
-channel uses the same share of a common range in both (Nagel et al. 2019, "Data-Free Quantization Through
-Weight Equalization and Bias Correction", section 4.1). Tensors that are added belong together and are scaled
+channel uses the same share of a common range in both. Source: Nagel et al. 2019, "Data-Free Quantization
+Through Weight Equalization and Bias Correction", section 4.1. Tensors that are added belong together and are scaled
 together. A bias that lifts nearly all values of a channel above 0 is absorbed by the next layer (section
 4.1.3). With ``c = max(0, mean - 3 * deviation)`` of the BatchNorm's statistics, ``relu(y)`` is
 ``relu(y - c) + c`` for all but one value in a thousand.

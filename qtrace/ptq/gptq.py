@@ -29,7 +29,7 @@ import numpy as np
 from pydantic import Field
 
 from qtrace.display import progress_bar
-from qtrace.graph.tensors import read_array
+from qtrace.graph.kernels import read_array
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
 from qtrace.numerics import expand_blocks

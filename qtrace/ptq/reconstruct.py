@@ -2,9 +2,9 @@
 
 Layers of a block correct each other's errors, so the error is measured at its output (Li et al. 2021, "BRECQ:
 Pushing the Limit of Post-Training Quantization by Block Reconstruction"). In every step each value of an
-activation stays unrounded with the probability ``drop``, inside the block and at its input, so that the
-result does not overfit to the rounding noise of the calibration data (Wei et al. 2022, "QDrop: Randomly
-Dropping Quantization for Extremely Low-bit Post-Training Quantization"). Scales follow the gradient of LSQ
+activation stays unrounded with the probability ``drop``, inside the block and at its input. So the result
+does not overfit to the rounding noise of the calibration data. Source: Wei et al. 2022, "QDrop: Randomly
+Dropping Quantization for Extremely Low-bit Post-Training Quantization". Scales follow the gradient of LSQ
 (Esser et al. 2020, eq. 3).
 
 A block starts from the roundings that each of its layers learns on its own output (``warm``). Blocks that
@@ -37,9 +37,7 @@ class Reconstruct(LearnedRounding):
         max_layers: a block with more layers is learned layer by layer.
     """
 
-    after: ClassVar[tuple[str, ...]] = ("output_cosine",)
     instead_of: ClassVar[tuple[str, ...]] = ("adaround",)
-    reason: ClassVar[str] = "roundings are chosen once, with scales that stay"
 
     drop: Annotated[Float, Field(ge=0, lt=1)] = 0.5
     scale_lr: Annotated[Float, Field(ge=0)] = 1e-3

@@ -2,9 +2,9 @@
 
 A tensor with one scale rounds all channels by the step that the largest channel needs. Where the channels
 of a tensor may be scaled, each is divided by ``s = max|x|^alpha / max|w|^(1 - alpha)`` of what is read and of
-the weights that read it, which are multiplied by s, so that the float model stays the same (Xiao et al. 2022,
-"SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models", section 4). The
-divisor goes into the layers or the LayerNorm before the tensor, also before ReLU, pooling and other ops for
+the weights that read it. These are multiplied by s, so that the float model stays the same. Source: Xiao et
+al. 2022, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models", section
+4. The divisor goes into the layers or the LayerNorm before the tensor, also before ReLU, pooling and other ops for
 which ``f(s * x) = s * f(x)``.
 
 Every fourth sample is held back: a tensor is smoothed only if that lowers the error of the layers that read

@@ -131,7 +131,7 @@ class EvaluationData:
             if holds_infinite_data(arguments):
                 raise CalibrationError(
                     f"{self.source.source}, batch {number} holds infinity among other numbers, first in "
-                    f"{find_values(arguments, np.isinf)}: repair the data, or leave the sample out."
+                    f"{find_values(arguments, np.isinf, number)}: repair the data, or leave the sample out."
                 )
 
     def _numbered(self, model: TracedModule) -> Iterator[tuple[int, Batch]]:
@@ -396,7 +396,7 @@ class DataOpener:
         """Opens the data in batches of ``size`` samples, and holds samples back."""
         own, limit = batch_length(self.first), self.reading.max_batches
         source = self._recut(self.given, size, whole)
-        self._note(source, own)
+        self._note(source)
         calibration: DataSource = source
         later = None
         if limit is not None and self.given.cut:
@@ -414,7 +414,7 @@ class DataOpener:
             first = next(iter(other), None)
             other = without_labels(other, () if first is None else labels_of(self.source, first))
             other = self._recut(other, size, whole)
-            self._note(other, own)
+            self._note(other)
         unit = size or own if whole or size is None else 1
         return CallData(*split_data(calibration, later, other, unit))
 
@@ -423,13 +423,11 @@ class DataOpener:
         opened = self._open(data, size or self.reading.batch_size, LogReporter())
         return without_labels(opened, getattr(like, "labels", ()))
 
-    def _note(self, source: Recut, own: int) -> None:
-        """Notes of which batches there are others than the user's, and what is left out."""
+    def _note(self, source: Recut) -> None:
+        """Notes what the network takes at once, and what is left out."""
         if source.whole:
             shown = "one sample" if source.size == 1 else f"{source.size} samples"
             self.reporter.note(f"a batch has {shown}, as the network takes no others")
-        elif source.size not in (None, own):
-            self.reporter.note(f"{source.source}: runs in batches of {source.size}, which messages count")
         if left := source.left_out:
             several = "sample is" if left == 1 else f"{left} samples are"
             self.reporter.note(f"{source.source}: the last {several} left out")

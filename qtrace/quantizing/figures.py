@@ -193,8 +193,7 @@ def _read_costs(figures: Figures) -> CostTable | None:
     Files are predicted for onnxruntime only.
     """
     from qtrace.config import backends
-    from qtrace.costs import CostTable
-    from qtrace.costs.table import processor_flags
+    from qtrace.costs import CostTable, processor_flags
 
     if figures.cost_table:
         try:

@@ -313,9 +313,10 @@ class Quantized(Displayed):
         client = [f"  {self.verify.client}"] if self.verify.client else []
         if not self.verify.sites["op_by_op"]:
             return ["verified  the runtime computes what the graph computes", *client]
-        share, worst = self.verify.equal_share(), self.verify.worst_lsb()
-        equal = f"{share:.4%} of the integers equal the graph's, the others are {worst} LSB off at most"
-        return [f"verified  {equal}" if worst else "verified  every integer equals the graph's", *client]
+        tallies, worst = self.verify.sites["op_by_op"].values(), self.verify.worst_lsb()
+        values, equal = (sum(getattr(tally, part) for tally in tallies) for part in ("values", "equal"))
+        differ = f"{values - equal:,} of {values:,} integers differ from the graph's, by {worst} LSB at most"
+        return [f"verified  {differ}" if worst else "verified  every integer equals the graph's", *client]
 
     def _open_sizes(self) -> list[str]:
         """Returns a line for each input whose sizes the network leaves open, with the data's sizes."""

@@ -26,10 +26,9 @@ from qtrace.errors import CalibrationError, DataError, GraphError
 from qtrace.graph.differences import values
 from qtrace.graph.files.serialize import load
 from qtrace.graph.interface import list_inputs, read_interface
-from qtrace.graph.kernels import quiet_engine
+from qtrace.graph.kernels import quiet_engine, shared_copies
 from qtrace.graph.native import lower
 from qtrace.graph.opaque import cure_for_opaque, divides_by_inputs, opaque_calls
-from qtrace.graph.tensors import shared_copies
 from qtrace.graph.tracing.recording import without_none
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -91,7 +92,7 @@ def calibrate_to_folder(
 
     The folder appears whole or not at all. It holds prepared.mge (to be trained further), quantized.mge (to
     be exported), report.json (scheme, scale and zero point of every site), explain.txt (why each op is
-    quantized or not), verdict.json and, if a recipe cures what the verdict names, cure.yaml. An interrupted
+    quantized or not) and verdict.json. If a recipe cures what the verdict names, it is cure.yaml. An interrupted
     run keeps its checkpoints in the folder.
 
     Args:
@@ -161,13 +162,12 @@ class _Samples:
     source: DataSource
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = iter(self.source)
-        while True:
-            try:
-                batch = next(batches)
-            except (StopIteration, QtraceError):
-                return
-            yield batch
+        return (batch for _, batch in self.numbered())
+
+    def numbered(self) -> Iterator[tuple[int, Batch]]:
+        """Yields the batches with their numbers."""
+        with contextlib.suppress(QtraceError):
+            yield from self.source.numbered()
 
 
 @dataclass(frozen=True)

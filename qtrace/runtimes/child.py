@@ -46,7 +46,7 @@ __all__ = [
 _CHUNK = 1 << 20  # bytes of one transfer
 _SECONDS_UNMEASURED = 0.1  # looking at every process of the system takes milliseconds
 
-OLDEST_PYTHON = (3, 8)
+OLDEST_PYTHON = (3, 8)  # what worker.py and tunnel.py are written for
 _SIGN_SECONDS = 5.0  # at most between two signs of life of the far end, and until it has removed its folder
 
 # Python 2 reads it, too. An interactive Python needs no argument that a shell between could change.
@@ -56,7 +56,7 @@ _GREETING = (
 )
 _GREETED = re.compile(rb"@qtrace python (\d+)\.(\d+)\.(\d+)")
 
-_SECONDS = 600.0
+_SECONDS = 600.0  # the longest time for a request and its answer
 
 # Runtime -> what installs it.
 _DISTRIBUTIONS = {

@@ -22,7 +22,7 @@ import threading
 import time
 from typing import Any
 
-LINE_BYTES = 45 * 1024
+LINE_BYTES = 45 * 1024  # as base64 they are less than the 64 KiB that a terminal takes
 
 
 def run(worker: str, seconds: float) -> None:

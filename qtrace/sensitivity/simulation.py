@@ -12,7 +12,7 @@ from qtrace.calibration.choice import choose_segments
 from qtrace.comparing.groups import find_groups
 from qtrace.comparing.runs import begin_outputs, outputs_of, rows_of
 from qtrace.comparing.selections import SelectedShares, SelectionTape
-from qtrace.comparing.sums import Outputs
+from qtrace.comparing.sums import EQUAL_DB, Outputs
 from qtrace.data.batches import as_arguments, check_batches, evaluating
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
@@ -26,7 +26,6 @@ __all__ = ["Answer", "Simulation"]
 
 
 _PREFETCHED_RUNS = 2  # each has its own copy of the weights that one part of the graph reads
-_SAME_DB = 80.0  # folding, and another order of sums, leave a higher SQNR
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class Simulation:
             self.reference = outputs_of(twin, self.batches, self._engine)
         if network is not None:
             outputs = outputs_of(network, self.batches)
-            if sqnr(outputs, self.reference) < _SAME_DB:
+            if sqnr(outputs, self.reference) < EQUAL_DB:
                 self.reference = outputs
         self.groups = find_groups(twin, self.reference)
         self.metric = self._bind(metric)

@@ -35,7 +35,6 @@ __all__ = [
     "temporary_folder",
 ]
 
-_ATTEMPTS = 100
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 _MAX_BYTES = 2**31  # of protobuf and FlatBuffers files, whose lengths and offsets have 31 bits
 
@@ -166,7 +165,7 @@ def claim(target: Path, make: Callable[[Path], None]) -> tuple[Path, int]:
     Raises:
         OSError: when nothing can be made there.
     """
-    for _ in range(_ATTEMPTS):
+    while True:
         path = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         make(path)
         try:
@@ -179,7 +178,6 @@ def claim(target: Path, make: Callable[[Path], None]) -> tuple[Path, int]:
             if os.stat(path).st_ino == os.fstat(handle).st_ino:
                 return path, handle
         os.close(handle)
-    raise FileNotFoundError(f"{target.parent} does not keep a temporary file")
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ __all__ = [
 WRITTEN = "Written by qtrace"
 """The mark of text files, which stands in a comment of one of the first lines."""
 
-_HEAD = 1024  # bytes
+_HEAD = 1024  # bytes of a file, or of a field of an ONNX model, that may hold the mark
 _TEXT_MARKS = (
     WRITTEN.encode(),
     b'<meta name="generator" content="qtrace">',
@@ -47,7 +47,6 @@ _TEXT_MARKS = (
     b'"schema": "qtrace-costs/',
 )
 _PRODUCER, _METADATA = 2, 14  # fields of ONNX' ModelProto
-_MAX_FIELD = 1 << 16  # bytes of a producer's name or of an entry of metadata up to its key
 
 
 def foreign(path: Path) -> str:
@@ -128,7 +127,7 @@ def _onnx_fields(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             return
         if tag >> 3 in (_PRODUCER, _METADATA):
             position = file.tell()
-            yield tag >> 3, file.read(min(length, _MAX_FIELD))
+            yield tag >> 3, file.read(min(length, _HEAD))
             file.seek(position)
         file.seek(length, 1)
 

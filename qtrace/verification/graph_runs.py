@@ -24,7 +24,7 @@ from megengine.module import Module
 
 from qtrace.comparing.selections import read_ranking, selects
 from qtrace.graph.interpreter import fixed_nodes, interpret, last_uses, round_late
-from qtrace.graph.tensors import PART_BYTES, count_bytes, large_reads
+from qtrace.graph.kernels import PART_BYTES, count_bytes, large_reads
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import called_graph, modules_of, owner
 from qtrace.preparation.model import fake_quants, followers, is_quantized

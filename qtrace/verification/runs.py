@@ -532,8 +532,8 @@ def _for_all_samples(integers: np.ndarray, shape: Sequence[int]) -> np.ndarray:
 class OpByOp(TakingLane):
     """Compares at every site, then goes on with the runtime's integers.
 
-    Where both sides select other rows from the same integers, or rank equal scores in another order, a site
-    right after that op cannot be compared, and neither can what is computed from its result past that site.
+    Both sides may select other rows from the same integers, or rank equal scores in another order. Then a
+    site right after that op cannot be compared, nor what is computed from its result past that site.
     The graph goes on with the runtime's integers there, or with its own where their number differs.
 
     Attributes:

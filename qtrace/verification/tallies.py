@@ -19,6 +19,7 @@ import numpy as np
 from qtrace.comparing.groups import ColumnGroup
 from qtrace.comparing.selections import SelectedShares, Share
 from qtrace.comparing.sums import (
+    EQUAL_DB,
     NO_INFORMATION_DB,
     ErrorSums,
     add_fields,
@@ -502,8 +503,6 @@ def at_same_precision(graph: np.ndarray, runtime: np.ndarray) -> tuple[np.ndarra
 
 # How much more noise than the graph the runtime may have.
 _MAX_LOSS_DB = 1.0
-# Outputs of runtime and graph that are as close as the outputs of two float engines are equal.
-_EQUAL_DB = 60.0
 # What chance explains, in standard deviations.
 _DEVIATIONS = 2.0
 
@@ -586,7 +585,7 @@ class Closeness:
     def problems(self) -> Iterator[str]:
         """Yields in what the runtime is worse than the graph, by more than chance explains, as clauses."""
         allowed = self.graph * 10.0 ** (_MAX_LOSS_DB / 10.0) + _DEVIATIONS * math.sqrt(self.spread)
-        if self.runtime > allowed and decibels(self.signal, self.difference) < _EQUAL_DB:
+        if self.runtime > allowed and decibels(self.signal, self.difference) < EQUAL_DB:
             yield (
                 f"is {self.runtime_db:.1f} dB from float in the runtime and {self.graph_db:.1f} dB in the "
                 f"graph, {_MAX_LOSS_DB:.1f} dB less allowed"
@@ -618,7 +617,7 @@ def is_as_wrong(float_db: float, file_db: float) -> bool:
         float_db: the ratio of the runtime's float outputs to another engine's.
         file_db: the ratio of the file's outputs in the runtime to the graph's.
     """
-    return float_db < _EQUAL_DB and float_db <= file_db + _MAX_LOSS_DB
+    return float_db < EQUAL_DB and float_db <= file_db + _MAX_LOSS_DB
 
 
 def more_than_chance(count: float, variance: float) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.comparing.selections import SelectedShares, Share, differ
-from qtrace.comparing.sums import ErrorSums, sqnr_db
+from qtrace.comparing.sums import EQUAL_DB, ErrorSums, sqnr_db
 from qtrace.data.batches import as_arguments, check_batches, evaluating
 from qtrace.errors import CalibrationError, ExportError, QtraceError
 from qtrace.export import export
@@ -157,7 +157,7 @@ def _lowest_ratio(right: Sequence[np.ndarray], own: Sequence[np.ndarray]) -> flo
 # The limits for outputs that float ops compute from the same integers, and for the outputs of float files.
 # Engines differ in the order of sums, in approximations of functions, and in fast forms of convolutions,
 # which cost ncnn 60 dB of the 135 that it has without.
-_SQNR_DB, _PLAIN_SQNR_DB = 35.0, 60.0
+_SQNR_DB = 35.0
 
 
 @check_arguments
@@ -212,7 +212,7 @@ def verify(
     """
     check_batches(batches)
     plain = is_plain(converted)
-    limit = min_sqnr_db if min_sqnr_db is not None else _PLAIN_SQNR_DB if plain else _SQNR_DB
+    limit = min_sqnr_db if min_sqnr_db is not None else EQUAL_DB if plain else _SQNR_DB
     path = Path(path)
     model = PlainGraph(converted).model if plain else QuantizedModel(converted, "converted")
     backend = "" if plain else model.annotation.backend

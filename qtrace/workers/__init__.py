@@ -10,6 +10,7 @@ import os
 import pickle
 import queue
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -23,13 +24,13 @@ from qtrace.errors import ConfigError, QtraceError, install
 
 __all__ = ["Job", "Outcome", "Pool", "Processes", "RayTasks", "attempt", "read_message", "write_message"]
 
-_LENGTH_BYTES = 8
+_LENGTH = struct.Struct(">Q")
 
 
 def write_message(stream: IO[bytes], value: Any) -> None:
     """Writes an object, at once."""
     data = pickle.dumps(value)
-    stream.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+    stream.write(_LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
@@ -42,7 +43,8 @@ def read_message(stream: IO[bytes]) -> Any:
     Raises:
         EOFError: when the stream ends before the object does.
     """
-    return pickle.loads(_read(stream, int.from_bytes(_read(stream, _LENGTH_BYTES), "big")))
+    (size,) = _LENGTH.unpack(_read(stream, _LENGTH.size))
+    return pickle.loads(_read(stream, size))
 
 
 def _read(stream: IO[bytes], size: int) -> bytes:

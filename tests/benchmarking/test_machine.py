@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from qtrace import costs
 from qtrace.benchmarking import runners
 from qtrace.benchmarking.runners import describe_machine, differences
-from qtrace.costs import table
 from qtrace.errors import ExportError
 
 CPUINFO = """processor\t: 0
@@ -25,7 +25,7 @@ model name\t: A Processor 3 GHz
 
 def test_processor_flags_and_version(tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text(CPUINFO, encoding="utf-8")
-    monkeypatch.setattr(table, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(costs, "_CPUINFO", tmp_path / "cpuinfo")
     facts = describe_machine("onnxruntime", "onnxruntime", 2)
     assert facts.processor == "A Processor 3 GHz"
     assert facts.flags == ("avx2", "avx512f", "avx512_vnni")
@@ -34,7 +34,7 @@ def test_processor_flags_and_version(tmp_path, monkeypatch):
 
 
 def test_a_system_without_cpuinfo(tmp_path, monkeypatch):
-    monkeypatch.setattr(table, "_CPUINFO", tmp_path / "none")
+    monkeypatch.setattr(costs, "_CPUINFO", tmp_path / "none")
     facts = describe_machine("onnxruntime", "onnxruntime", 1)
     assert facts.processor
     assert facts.flags == ()

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from qtrace.config import backends
-from qtrace.costs import FLOAT, INTEGER, LOOKUP, CostTable, Machine, Measurement, OpShape
-from qtrace.costs.table import families
+from qtrace.costs import FLOAT, INTEGER, LOOKUP, CostTable, Machine, Measurement, OpShape, families
 from qtrace.errors import ConfigError
 from tests.each import each_of
 

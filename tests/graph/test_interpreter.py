@@ -20,7 +20,7 @@ from qtrace.graph import interpreter
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interpreter import Interpreter, locate_failure, round_late
-from qtrace.graph.tensors import large_reads
+from qtrace.graph.kernels import large_reads
 from tests.each import each_of
 from tests.graph.samples import (
     IMAGE,

@@ -17,7 +17,7 @@ from megengine.optimizer import SGD
 
 import qtrace
 from qtrace.graph.flatten import flatten
-from qtrace.graph.tensors import read_array, shared_copies, shared_copy, stored_tensor
+from qtrace.graph.kernels import read_array, shared_copies, shared_copy, stored_tensor
 from tests.each import each_of
 from tests.nets import net
 
@@ -29,7 +29,7 @@ from pathlib import Path
 import megengine as mge, megengine.functional as F, megengine.module as M, numpy as np
 import qtrace
 from qtrace.graph.flatten import flatten
-from qtrace.graph.tensors import read_array
+from qtrace.graph.kernels import read_array
 from tests.nets import net
 
 

@@ -18,8 +18,7 @@ from benchmarks.kernels.grid_convs import conv_cases
 from benchmarks.kernels.grid_others import other_cases
 from benchmarks.kernels.onnxruntime_kernels import measure_cases, measure_run
 from qtrace.benchmarking.profile import NodeRun
-from qtrace.costs import FLOAT, INTEGER, LOOKUP, PLAIN_MAX_POOL, CostTable, OpShape
-from qtrace.costs.table import families
+from qtrace.costs import FLOAT, INTEGER, LOOKUP, PLAIN_MAX_POOL, CostTable, OpShape, families
 from qtrace.errors import ExportError
 
 SHAPE = (1, 16, 6, 6)

@@ -13,7 +13,7 @@ import pytest
 
 import qtrace
 from qtrace import process
-from qtrace.graph import tensors
+from qtrace.graph import kernels
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.tracing.trace import trace
@@ -58,8 +58,8 @@ def test_a_run_of_large_parameters_gives_back_on_its_way(
     x = images(1, 3, 6, 6)
     flat = flatten(trace(net(forward, a=M.Conv2d(3, 4, 3), b=M.Conv2d(4, 2, 1)), x, check=False))
     expand(flat)
-    monkeypatch.setattr(tensors, "_LARGE_BYTES", 64)
-    sizes = tensors.large_reads(flat.graph)
+    monkeypatch.setattr(kernels, "_LARGE_BYTES", 64)
+    sizes = kernels.large_reads(flat.graph)
     assert {e.outputs[0].name: size for e, size in sizes.items()}["a_out"] == 4 * 4 * 3 * 9
     runner = Interpreter(flat)
     runner._memory = LargeFrees(400)
@@ -77,7 +77,7 @@ def test_large_weights_are_rounded_right_before_they_are_read(monkeypatch: pytes
     prepared = qtrace.prepare(traced, {"backend": "onnxruntime"})
     converted = qtrace.convert(qtrace.calibrate(prepared, [x], progress=False))
     want = converted(mge.Tensor(x)).numpy()
-    monkeypatch.setattr(tensors, "_LARGE_BYTES", 16)
+    monkeypatch.setattr(kernels, "_LARGE_BYTES", 16)
     ran: list[str] = []
 
     class Watch(Interpreter):

@@ -15,7 +15,7 @@ import pytest
 import qtrace
 from qtrace.config.recipe import config_or_default
 from qtrace.data.base import batch_length
-from qtrace.errors import DataError
+from qtrace.errors import CalibrationError, DataError
 from qtrace.preparation.model import fake_quants
 from qtrace.quantizing import call_data
 from qtrace.quantizing.call_data import CallData, DataOpener, usual_size
@@ -65,6 +65,21 @@ def test_one_hash_whatever_the_batches(tmp_path: Path) -> None:
         out.unlink()
     assert len(hashes) == len(lines) == 1
     assert "held-back samples" in lines.pop()
+
+
+@pytest.mark.parametrize(
+    "form", [DATA[:24], [DATA[i : i + 4] for i in range(0, 24, 4)]], ids=["array", "list"]
+)
+def test_errors_name_the_samples_of_the_data(form: Any, tmp_path: Path) -> None:
+    """Batches are cut anew, so that their numbers say nothing to the user."""
+    data = form.copy() if isinstance(form, np.ndarray) else [batch.copy() for batch in form]
+    (data if isinstance(data, np.ndarray) else data[3])[
+        13 if isinstance(data, np.ndarray) else 1, 0, 2, 3
+    ] = np.nan
+    with pytest.raises(
+        CalibrationError, match=r"batch 1 \(from sample 8 of the data\) holds NaN.*\(sample 13\)"
+    ):
+        qtrace.quantize(_module(), data, tmp_path / "out.onnx", measure=False, progress=False)
 
 
 def _open(module: Any, data: Any, **reading: Any) -> tuple[Any, CallData]:

@@ -281,6 +281,7 @@ def test_a_file_larger_than_its_source_says_by_how_much_and_why(tmp_path: Path, 
     sizes = [(tmp_path / name).stat().st_size for name in ("q.onnx", "dynamic.onnx")]
     (line,) = (line for line in result.summary() if line.startswith("size: "))
     assert f"{sizes[0] / sizes[1]:.2f} times the" in line
+    assert "+0.0 kB" not in line
     assert "of dynamic.onnx, through " in line
     assert "gains its size" not in str(result)
     small = qtrace.quantize(source, data, tmp_path / "small.onnx", **options)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qtrace.costs.table import CostTable
+from qtrace.costs import CostTable
 from qtrace.errors import QtraceError
 from qtrace.extras import device
 from qtrace.extras.diff import models

@@ -129,6 +129,8 @@ class Backend:
         slower: the reason why an op of `ops` is no faster on integers, "" if it is. The second argument says
             whether no other layer computes before the op. Such an op stays in float unless a rule says
             ``quantize: true``. For an op that is not in `ops`, it is the reason why.
+        cures: what its ONNX files need against faults of the runtime, by the names in
+            `qtrace.export.onnx.cures`.
     """
 
     name: str
@@ -165,6 +167,7 @@ class Backend:
     contrib_weights: bool = False
     dynamic: frozenset[str] = frozenset()
     slower: Callable[[OpCall, bool], str] | None = None
+    cures: frozenset[str] = frozenset()
 
     @property
     def rounding(self) -> str:

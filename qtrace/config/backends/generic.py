@@ -28,5 +28,6 @@ BACKEND = Backend(
     without_kernels=frozenset({"Inverse"}),
     any_rounding=True,
     dynamic=frozenset({"linear"}),
+    cures=frozenset({"held_floats", "columns"}),
     weight_only=frozenset(["linear", "conv1d", "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"]),
 )

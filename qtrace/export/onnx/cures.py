@@ -10,10 +10,10 @@ paddings of their own at both ends, so that the node is left out.
 
 Integers are pooled fast with the channels last, the layout in which integer convolutions write, and 20 to 40
 times as slowly in the plain one. A maximum and a rounding can change places, as rounding keeps the order:
-where the pooling reads what a float op or an input gives, it pools floats. The few values that are left
-are rounded after it. onnxruntime would move that rounding forward again if nothing stood between: for
-it, a maximum of one tensor does, which is a copy. So it would where the places of the largest values are
-read, too, and a rounding makes other values the first of the largest.
+where the pooling reads what a float op or an input gives, it pools floats. The few values that are left are
+rounded after it. If nothing stood between, onnxruntime would move that rounding forward again. A maximum of
+one tensor, which is a copy, stands there for it. So it would where the places of the largest values are read,
+too, and a rounding makes other values the first of the largest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
-from qtrace.export.onnx.whole_columns import MOVES, TARGETS, choose_columns
+from qtrace.export.onnx.whole_columns import MOVES, choose_columns
 from qtrace.onnxfile.kernels import passes_7_bits
 from qtrace.onnxfile.model import OnnxEditor, read_names
 
@@ -305,7 +305,7 @@ def hold_float_layers(model: Any) -> int:
     """Keeps layers with float weights in float where onnxruntime would round their weights.
 
     It does so with one scale for all of a weight, where the layer reads dequantized values and its result is
-    quantized at once: neither the placement nor the user wanted integers there. A ``LeakyRelu`` of slope 1
+    quantized at once. Neither the placement nor the user wanted integers there. A ``LeakyRelu`` of slope 1
     after the layer changes no value and keeps it in float. Where nothing else reads the result, onnxruntime
     computes it in the kernel of a convolution or a ``Gemm``. A ``MatMul`` and the ``Add`` of a stored bias
     become a ``Gemm`` before.
@@ -373,11 +373,11 @@ def _is_rounded(layer: Any, readers: Mapping[str, list[Any]]) -> bool:
 def hold_forked_layers(model: Any) -> int:
     """Lets the readers of convolutions without bias read a ``LeakyRelu`` of slope 1, where they are several.
 
-    OpenVINO moves the scale after a convolution on integers towards the next rounding. Where the sizes of a
-    file are open, the convolution lacks a bias, and two ops read its result, one of them up to a rounding,
-    that one reads 0 everywhere. A bias of zeros is left out before, and a product or a sum with a constant
-    moves along. The ``LeakyRelu`` changes no value, is part of the convolution's kernel, and keeps the scale
-    where it is.
+    OpenVINO moves the scale after a convolution on integers towards the next rounding. It happens if the
+    sizes of the file are open, the convolution lacks a bias, and two ops read its result. One of them reads
+    it up to a rounding, and gets 0 everywhere. A bias of zeros is left out before, and a product or a sum
+    with a constant moves along. The ``LeakyRelu`` changes no value, is part of the convolution's kernel, and
+    keeps the scale where it is.
 
     Args:
         model: an ONNX model with its tensors; it is changed in place.
@@ -435,10 +435,10 @@ def _forks(name: str, editor: OnnxEditor) -> bool:
 def write_biases_apart(model: Any) -> int:
     """Takes the stored biases of convolutions out of them, if the model reads a shape.
 
-    OpenVINO computes a convolution with a bias, whose result is rounded, wrong if the batch is open and its
-    size is part of the shape of an ``Expand`` or ``Tile``, or the end of a ``Range``, anywhere in it. It
-    adds one number, the largest bias, to all channels. A bias that an ``Add`` after the convolution adds, in
-    the shape of the result, is right, and joins the same kernel. Transposed convolutions and products are
+    OpenVINO computes a convolution with a bias, whose result is rounded, wrong if the batch is open. Its size
+    is then part of the shape of an ``Expand`` or ``Tile``, or the end of a ``Range``, anywhere in the file.
+    It adds one number, the largest bias, to all channels. A bias that an ``Add`` after the convolution adds,
+    in the shape of the result, is right, and joins the same kernel. Transposed convolutions and products are
     right.
 
     Args:
@@ -614,21 +614,21 @@ class RuntimeCure:
     Attributes:
         runtime: the runtime.
         versions: those in which it was seen.
-        targets: the backends whose files get it; none for all.
+        name: what `Backend.cures` has if files get it; "" for all files.
         pattern: what the runtime does.
         evidence: what shows it; the name of a test does so on each run.
         expires: when the cure goes.
-        write: changes a model, for a target and the choice of ``amx``.
+        write: changes a model, for the cures of a target and the choice of ``amx``.
         after: what is written before: "types" of weights, or "floats" in float16.
     """
 
     runtime: str
     versions: str
-    targets: tuple[str, ...]
+    name: str
     pattern: str
     evidence: str
     expires: str
-    write: Callable[[Any, str, bool | None], object]
+    write: Callable[[Any, frozenset[str], bool | None], object]
     after: str = ""
 
 
@@ -636,16 +636,16 @@ CURES = (
     RuntimeCure(
         "onnxruntime",
         "1.23",
-        (),
+        "",
         "it pools integers slowly, and from opset 19 on averages wrong where padding differs at both ends",
         "tests/export/onnx/test_fast_poolings.py",
         "when it pools integers as fast as floats",
-        lambda model, target, _: write_fast_poolings(model, in_onnxruntime=target == "onnxruntime"),
+        lambda model, cures, _: write_fast_poolings(model, in_onnxruntime="float_maxima" in cures),
     ),
     RuntimeCure(
         "onnxruntime",
         "1.23",
-        TARGETS,
+        "held_floats",
         "it rounds float weights to int8 by itself (WeightBiasQuantization)",
         "tests/export/onnx/test_float_layers.py",
         "when it leaves float weights as they are",
@@ -654,7 +654,7 @@ CURES = (
     RuntimeCure(
         "openvino",
         "2026.4.1",
-        ("openvino",),
+        "held_forks",
         "it computes a convolution on integers whose result two ops read as 0",
         "tests/export/onnx/test_forked_layers.py",
         "when that test finds the plain file right",
@@ -663,7 +663,7 @@ CURES = (
     RuntimeCure(
         "onnxruntime",
         "1.21 to 1.24",
-        (),
+        "",
         "it computes some columns of integers wrong on processors with AMX",
         "https://github.com/microsoft/onnxruntime/pull/27671",
         "when qtrace needs onnxruntime 1.25",
@@ -673,7 +673,7 @@ CURES = (
     RuntimeCure(
         "openvino",
         "2026.4.1",
-        ("openvino",),
+        "biases_apart",
         "it adds the largest bias to all channels where the file computes with the size of a batch",
         "tests/export/test_biases_apart.py",
         "when it adds each channel's own",
@@ -683,15 +683,15 @@ CURES = (
 )
 
 
-def cure(model: Any, target: str, amx: bool | None, after: str = "") -> None:
+def cure(model: Any, cures: frozenset[str], amx: bool | None, after: str = "") -> None:
     """Applies the cures for a target.
 
     Args:
         model: an ONNX model with its tensors; it is changed in place.
-        target: the backend of the file; "" for a float file.
+        cures: what the file's backend needs, see `Backend.cures`.
         amx: see `choose_columns`.
         after: what was written before.
     """
     for row in CURES:
-        if row.after == after and (not row.targets or target in row.targets):
-            row.write(model, target, amx)
+        if row.after == after and (not row.name or row.name in cures):
+            row.write(model, cures, amx)

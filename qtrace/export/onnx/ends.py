@@ -312,9 +312,9 @@ def without_detections(model: ModelProto) -> bool:
         Whether there was any.
     """
     own = [node for node in model.graph.node if node.name.startswith(f"{NMS}/")]
-    made = {name for node in own for name in node.output}
+    written = {name for node in own for name in node.output}
     for node in own:
         model.graph.node.remove(node)
-    for info in [info for info in model.graph.output if info.name in made]:
+    for info in [info for info in model.graph.output if info.name in written]:
         model.graph.output.remove(info)
     return bool(own)

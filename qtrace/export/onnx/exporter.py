@@ -198,8 +198,8 @@ class OnnxOptions:
         suppression: how the file chooses boxes; None for only the outputs of the graph.
         names_parameters: whether parameters of an imported graph have their names of that file.
         contrib: whether weights may have forms that only onnxruntime has.
-        axes: the open axes that the file has in common with others of its network, which are measured and
-            thrown away: it does not say what it was made of. None to find its own.
+        axes: the open axes that the file has in common with others of its network. These are measured and
+            thrown away: the file does not say what it was made of. None to find its own.
         float16: whether ops that stay float are in float16 where the ranges of the calibration allow it.
     """
 

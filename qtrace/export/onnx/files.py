@@ -1,14 +1,14 @@
 """The format ``onnx``: its options, and what is done to a written model before it is the content of files.
 
-Types of weights are chosen by target and processor. OpenVINO computes layers with uint8 weights in float, and
-a transposed convolution of an input whose zero point is 0 wrong: it leaves out the 128.
+Types of weights are chosen by target and processor. OpenVINO computes layers with uint8 weights in float. It
+computes a transposed convolution of an input whose zero point is 0 wrong: it leaves out the 128.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def stores_unsigned(converted: ConvertedGraph, weights: str) -> bool:
         return False
     if weights == "auto":
         # A dynamic layer multiplies uint8, whatever type the other activations have.
-        dynamic = converted.annotation.backend == "onnxruntime" and bool(converted.annotation.dynamic)
+        dynamic = "unsigned_weights" in _cures(converted) and bool(converted.annotation.dynamic)
         return (dynamic or _may_be_unsigned(converted)) and products_saturate()
     name, signed = converted.annotation.backend, _has_signed_activations(converted)
     if signed or backends.get(name).activation.signed:
@@ -70,7 +70,7 @@ def _write_unsigned(converted: ConvertedGraph, model: Any, weights: str) -> None
     """Stores weights as uint8: all of them, or by ``auto`` those whose products may saturate."""
     from qtrace.export.onnx.cures import UnsignedWeights
 
-    slow, stored = converted.annotation.backend == "openvino", UnsignedWeights(model)
+    slow, stored = "unsigned_in_float" in _cures(converted), UnsignedWeights(model)
     chosen = None
     if weights == "auto":
         chosen = stored.saturating_products()
@@ -114,10 +114,10 @@ def _tell_of_saturation(converted: ConvertedGraph, model: Any, weights: str) -> 
     """Says for which processors int8 weights are wrong that nobody has asked for."""
     if weights != "auto" or isinstance(converted, PlainGraph):
         return
-    backend = converted.annotation.backend
-    if backend not in ("generic", "onnxruntime", "openvino") or not has_large_signed_weights(model):
+    cures = _cures(converted)
+    if cures.isdisjoint(("columns", "unsigned_weights")) or not has_large_signed_weights(model):
         return
-    if backend == "generic":
+    if "unsigned_weights" not in cures:
         _LOG.warning(SATURATING_FILE)
     elif not products_saturate():
         _LOG.info(
@@ -128,7 +128,7 @@ def _tell_of_saturation(converted: ConvertedGraph, model: Any, weights: str) -> 
 
 def kinds_in_float(converted: ConvertedGraph) -> frozenset[str]:
     """Returns the kinds of layers whose weights OpenVINO needs as floats, as it computes uint8 ones wrong."""
-    if converted.annotation.backend != "openvino":
+    if "unsigned_in_float" not in _cures(converted):
         return frozenset()
     kind = "conv_transpose2d"
     for site in converted.sites:
@@ -141,10 +141,14 @@ def kinds_in_float(converted: ConvertedGraph) -> frozenset[str]:
 
 def _may_be_unsigned(converted: ConvertedGraph) -> bool:
     """Returns whether the target of a converted module multiplies its activations by uint8 weights."""
+    return "unsigned_weights" in _cures(converted) and not _has_signed_activations(converted)
+
+
+def _cures(converted: ConvertedGraph) -> frozenset[str]:
+    """Returns what the files of the graph's backend need; nothing for a float file."""
     if isinstance(converted, PlainGraph):
-        return False
-    on_cpu = converted.annotation.backend in ("onnxruntime", "openvino")
-    return on_cpu and not _has_signed_activations(converted)
+        return frozenset()
+    return backends.get(converted.annotation.backend).cures
 
 
 def _has_signed_activations(converted: ConvertedGraph) -> bool:
@@ -152,35 +156,20 @@ def _has_signed_activations(converted: ConvertedGraph) -> bool:
     return any(site.qparams.scheme.signed for site in converted.sites if site.sort == "activation")
 
 
-def files(
-    converted: ConvertedGraph,
-    path: Path,
-    packed: bool = False,
-    external: bool | None = None,
-    allow_float: Iterable[str] = (),
-    opset: int | None = None,
-    input_names: Iterable[str] | None = None,
-    output_names: Iterable[str] | None = None,
-    preprocess: bool = False,
-    nms: Any = None,
-    weights: str = "auto",
-    amx: bool | None = None,
-    float: str | None = None,
-) -> dict[Path, Content]:
-    """Returns a module as an ONNX file and, if it is large, a file with its tensors.
+@dataclass(frozen=True)
+class FileOptions:
+    """The options of an ONNX file that a user has.
 
-    Args:
-        converted: the graph of a converted module, or of a plain one, which is written in float.
-        path: the path of the model; the file of its tensors has that name with ``.data`` after it.
+    Attributes:
         packed: whether weights of 4 bits and less are stored two in a byte, which needs opset 21. Otherwise
             they are int8 values of a small range, for which runtimes have integer kernels.
         external: whether tensors are in a file of their own; None: if the model exceeds 2 GB, the most that
             one file holds.
-        allow_float: kinds of layers, such as ``conv2d``, whose weights and biases are stored as floats (those
-            that the graph rounded to), so that runtimes compute the layer in float.
-        opset: the opset of the file, from 13 to 21; None for the opset of the file that the graph came
-            from, or the lowest that its ops and types need. In a float file, LayerNorm is one node from
-            opset 17 on, and GroupNorm from 21 on.
+        allow_float: kinds of layers, such as ``conv2d``, whose weights and biases are stored as floats, so
+            that runtimes compute the layer in float. These are the floats that the graph rounded to.
+        opset: the opset of the file, from 13 to 21. None for the opset of the imported file, or the lowest
+            that its ops and types need. In a float file, LayerNorm is one node from opset 17 on, and
+            GroupNorm from 21 on.
         input_names: names for all inputs of the file, in order; None for the traced arguments' names.
         output_names: names for all outputs of the file, in order; None for the nodes' names.
         preprocess: whether the file takes uint8 pixels (N, H, W, C) and normalizes them itself, as the recipe
@@ -188,31 +177,64 @@ def files(
         nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for only the
             outputs of the graph. The boxes are further outputs.
         weights: the type of the integers of weights: ``int8``; ``uint8`` with zero point 128, the same
-            numbers, for which onnxruntime has exact kernels on every processor. Or ``auto``: for backends
-            onnxruntime and openvino ``uint8`` for weights of more than 7 bits if products of uint8 and int8
-            saturate on this processor (x86 without VNNI), and for `UnsignedWeights.after_joined_rows`; else
-            ``int8``. With ``uint8``, openvino gets the weights of transposed convolutions as floats.
+            numbers, for which onnxruntime has exact kernels on every processor. Or ``auto``: ``uint8`` for
+            weights of more than 7 bits if products of uint8 and int8 saturate on this processor (x86 without
+            VNNI) in the target's runtime (onnxruntime, OpenVINO). Weights of
+            `UnsignedWeights.after_joined_rows` are ``uint8``, too; others are ``int8``. With ``uint8``,
+            openvino gets the weights of transposed convolutions as floats.
         amx: whether layers on integers get as many columns as onnxruntime 1.21 to 1.24 computes right on
             processors with AMX, as `write_whole_columns` does. None: for backends onnxruntime and generic, if
             such a version is installed here on such a processor.
         float: the type of what stays float: ``fp32``; ``fp16`` for float16 where the calibrated ranges allow
             it; None for what the recipe says. Inputs and outputs keep their types.
+    """
+
+    packed: bool = False
+    external: bool | None = None
+    allow_float: Iterable[str] = ()
+    opset: int | None = None
+    input_names: Iterable[str] | None = None
+    output_names: Iterable[str] | None = None
+    preprocess: bool = False
+    nms: Any = None
+    weights: str = "auto"
+    amx: bool | None = None
+    float: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("packed", "external", "preprocess", "amx"):
+            value = getattr(self, name)
+            if not (isinstance(value, bool) or (name in ("external", "amx") and value is None)):
+                raise ExportError(f"{name}={value!r} is no choice of the ONNX export: choose true or false.")
+        if self.opset is not None and (type(self.opset) is not int or not 13 <= self.opset <= 21):
+            raise ExportError(
+                f"opset={self.opset!r} is no choice of the ONNX export: choose one from 13 to 21."
+            )
+
+
+def files(converted: ConvertedGraph, path: Path, **options: Any) -> dict[Path, Content]:
+    """Returns a module as an ONNX file and, if it is large, a file with its tensors.
+
+    Args:
+        converted: the graph of a converted module, or of a plain one, which is written in float.
+        path: the path of the model; the file of its tensors has that name with ``.data`` after it.
+        **options: fields of `FileOptions`.
 
     Raises:
         ExportError: when ONNX cannot express a node or rounds in another way, naming it, an option is
             an unknown value, or onnx is not installed.
     """
-    for name, value in (("packed", packed), ("external", external), ("preprocess", preprocess), ("amx", amx)):
-        if not (isinstance(value, bool) or (name in ("external", "amx") and value is None)):
-            raise ExportError(f"{name}={value!r} is no choice of the ONNX export: choose true or false.")
-    if opset is not None and (type(opset) is not int or not 13 <= opset <= 21):
-        raise ExportError(f"opset={opset!r} is no choice of the ONNX export: choose one from 13 to 21.")
-    suppression = None if nms is None else Suppression.of(nms)
-    ends = (input_names, output_names)
-    halves = asks_float16(converted, float)
-    kinds = float_kinds(allow_float)
-    options = OnnxOptions(packed, kinds, opset, ends, preprocess, suppression, float16=halves)
-    return files_with(options, converted, path, weights, external, amx)
+    chosen = FileOptions(**options)
+    writing = OnnxOptions(
+        chosen.packed,
+        float_kinds(chosen.allow_float),
+        chosen.opset,
+        (chosen.input_names, chosen.output_names),
+        chosen.preprocess,
+        None if chosen.nms is None else Suppression.of(chosen.nms),
+        float16=asks_float16(converted, chosen.float),
+    )
+    return files_with(writing, converted, path, chosen.weights, chosen.external, chosen.amx)
 
 
 def files_with(
@@ -223,29 +245,28 @@ def files_with(
     external: bool | None = None,
     amx: bool | None = None,
 ) -> dict[Path, Content]:
-    """Returns what `files` does, which has the other arguments, by options that users do not all have."""
+    """Returns what `files` does, by options of the exporter that users do not all have."""
     unsigned = stores_unsigned(converted, weights)
     if unsigned:
         options = replace(options, floats=options.floats | kinds_in_float(converted))
     exporter, model = write_model(converted, options)
     from qtrace.export.onnx.cures import cure
     from qtrace.export.onnx.finished import write_computed, write_integer_tables
-    from qtrace.export.onnx.whole_columns import TARGETS
 
-    plain = isinstance(converted, PlainGraph)
-    target = "" if plain else converted.annotation.backend
-    cure(model, target, amx)
+    cures = _cures(converted)
+    cure(model, cures, amx)
     if exporter.writer.version_change:
         _LOG.info(exporter.writer.version_change)
     write_weight_types(converted, model, weights, unsigned)
-    cure(model, target, amx, after="types")
+    cure(model, cures, amx, after="types")
     if options.float16:
         from qtrace.export.onnx.finished import write_float16
 
         write_float16(model, exporter.writer.float16_tensors, exporter.tensor_types())
-    cure(model, target, amx, after="floats")
-    write_computed(model, exporter, integers=target in TARGETS)
-    if plain or target in TARGETS:
+    cure(model, cures, amx, after="floats")
+    opened = "held_floats" in cures  # by onnxruntime
+    write_computed(model, exporter, integers=opened)
+    if opened or isinstance(converted, PlainGraph):
         write_integer_tables(model)
     check(model)
     return contents_of(model, path, external)
@@ -289,10 +310,7 @@ FORMAT = Format(
     "onnx",
     files,
     suffixes=(".onnx",),
-    options=(
-        *("packed", "external", "allow_float", "opset", "input_names", "output_names", "preprocess", "nms"),
-        *("weights", "amx", "float"),
-    ),
+    options=tuple(field.name for field in fields(FileOptions)),
     float_options=("external", "opset", "input_names", "output_names", "nms"),
     has_composites=True,
     float_types=("fp32", "fp16"),

@@ -212,7 +212,7 @@ def _without_detours(nodes: list[NodeProto], halves: Container[str], outputs: se
     casts = (node for node in nodes if _is_cast(node, _FLOAT))
     sources = {node.output[0]: node.input[0] for node in casts if node.input[0] in halves}
     computed = {name for node in nodes for name in node.output}
-    kept, same, ends = list[NodeProto](), dict[str, str](), dict[str, str]()
+    remaining, same, ends = list[NodeProto](), dict[str, str](), dict[str, str]()
     for node in nodes:
         if same:
             rename_tensors(node, same)
@@ -225,10 +225,10 @@ def _without_detours(nodes: list[NodeProto], halves: Container[str], outputs: se
                 ends[node.input[0]] = node.output[0]
                 continue
             node = helper.make_node("Identity", [node.input[0]], [node.output[0]], name=node.name)
-        kept.append(node)
-    for node in kept if ends else ():
+        remaining.append(node)
+    for node in remaining if ends else ():
         rename_tensors(node, ends)
-    return kept
+    return remaining
 
 
 def write_computed(model: Any, exporter: OnnxExporter, integers: bool) -> None:
@@ -316,19 +316,19 @@ def write_integer_tables(model: Any) -> None:
         )
         if not readers or not looked_up or tensor.data_type != TensorProto.FLOAT or len(tensor.dims) != 2:
             continue
-        found = _integers(numpy_helper.to_array(tensor))
-        if found is None:
+        table = _integers(numpy_helper.to_array(tensor))
+        if table is None:
             continue
         nodes = sum(3 * node.ByteSize() for node in readers)  # that many nodes make the floats
-        if found[0].nbytes + found[1].nbytes + nodes >= tensor.ByteSize():
+        if table[0].nbytes + table[1].nbytes + nodes >= tensor.ByteSize():
             continue
         names = [
             editor.store(f"{tensor.name}_{end}", part)
-            for part, end in zip(found, ("int", "scale", "zero"), strict=True)
+            for part, end in zip(table, ("int", "scale", "zero"), strict=True)
             if end != "zero" or part
         ]
         for node in readers:
-            _look_up(editor, node, names, found[1].ndim > 1)
+            _look_up(editor, node, names, table[1].ndim > 1)
     editor.drop_unread()
     editor.finish()
 

@@ -94,7 +94,7 @@ def choose_versions(
         stored: the initializers.
         nodes: the nodes.
         opset: the opset that the user asks for; None for the one of ``source`` or a higher one that the model
-            needs, and for the lowest that it needs if there is no source.
+            needs. Without a source it is the lowest that the model needs.
         source: the versions of the file that the graph was imported from.
         copied: op that was copied from a file -> the first opset that has it in the form of the file.
 

@@ -141,15 +141,15 @@ def restore_interface(
         inputs: the inputs of the model, in the order of the interface; they are changed.
         outputs: the outputs of the model, in the order of the interface; they are changed.
     """
-    given = {tensor.name: info for info, tensor in zip(inputs, interface.inputs, strict=True)}
+    infos = {tensor.name: info for info, tensor in zip(inputs, interface.inputs, strict=True)}
     passed = {
         tensor.name: info
         for info, tensor in zip(outputs, interface.outputs, strict=True)
-        if tensor.name in given and _take_copy(writer, info.name, given[tensor.name].name)
+        if tensor.name in infos and _take_copy(writer, info.name, infos[tensor.name].name)
     }
     # ONNX gives every tensor one name: another output that has the name of an input gets another one.
     results = [
-        (info, _without(tensor, given))
+        (info, _without(tensor, infos))
         for info, tensor in zip(outputs, interface.outputs, strict=True)
         if tensor.name not in passed
     ]
@@ -171,7 +171,7 @@ def restore_interface(
     for info, tensor in ends:
         _declare(info, tensor)
     for name, info in passed.items():
-        info.CopyFrom(given[name])
+        info.CopyFrom(infos[name])
 
 
 def _take_copy(writer: OnnxWriter, output: str, source: str) -> bool:

@@ -37,8 +37,6 @@ __all__ = [
     "segment_model",
 ]
 
-# The first opset at which ONNX's reference evaluator knows every op that qtrace writes.
-
 # Bytes of weights from which on onnxruntime maps them from a file, instead of two copies of them in memory.
 _LARGE = 2**27
 

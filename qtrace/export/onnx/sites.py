@@ -6,7 +6,7 @@ float (benchmarks/weights.py). A Cast and a Mul give the same floats, and are fo
 Blocks of 4 bits have a kernel of their own, MatMulNBits of the domain com.microsoft.
 
 Layers that round what they read by the range of each batch become DynamicQuantizeLinear and MatMulInteger.
-onnxruntime fuses these nodes into one kernel, DynamicQuantizeMatMul, with the bias after them.
+These nodes and the bias after them are one kernel in onnxruntime, DynamicQuantizeMatMul.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Layers with as many columns as onnxruntime's kernels for AMX compute right.
 
-On processors with AMX, onnxruntime 1.21 to 1.24 computes the last row of each block of 32 rows wrong in the
-last block of columns, from its 17th on, where that has 17 to 31 (corrected by its pull request 27671). A
-convolution is one such product per group, whose columns are its output channels. A matrix product is split
+On processors with AMX, onnxruntime 1.21 to 1.24 computes the last row of each block of 32 rows wrong. It does
+so in the last block of columns, from its 17th on, if that has 17 to 31 (corrected by its pull request 27671).
+A convolution is one such product per group, whose columns are its output channels. A matrix product is split
 between threads, too, at multiples of 16, so that any rest may be a part of a wrong block.
 
 A layer gets columns of zeros up to the next multiple of 16, and a ``Slice``, or a ``Gather`` after groups,
@@ -28,12 +28,10 @@ from qtrace.onnxfile.external_data import load_model
 from qtrace.onnxfile.kernels import products_are_wrong
 from qtrace.onnxfile.model import OnnxEditor, rename_tensors
 
-__all__ = ["MOVES", "TARGETS", "WHOLE", "choose_columns", "has_odd_columns", "write_whole_columns"]
+__all__ = ["MOVES", "WHOLE", "choose_columns", "has_odd_columns", "write_whole_columns"]
 
 WHOLE = "_whole"
 """What stands after the name of a result that has columns of zeros."""
-TARGETS = ("onnxruntime", "generic", "qnn", "ryzenai", "ryzenai_xint8")
-"""The backends whose files onnxruntime opens."""
 MOVES = {
     *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Identity", "MaxPool", "Gather"),
     "Split",
@@ -41,29 +39,29 @@ MOVES = {
 """What onnxruntime moves roundings across, or leaves out."""
 
 _LOG = logging.getLogger("qtrace")
-_TARGETS = ("onnxruntime", "generic")  # whose files onnxruntime's kernels of integers run
 _TILE, _BLOCK = 16, 32
 _FUSED = ("Relu", "Clip")
 
 
-def choose_columns(model: Any, target: str, amx: bool | None) -> None:
+def choose_columns(model: Any, cures: frozenset[str], amx: bool | None) -> None:
     """Writes whole columns where they are asked for, or needed on this processor.
 
     Args:
         model: an ONNX model with its tensors; it is changed in place.
-        target: the backend of the file; "" for a float file.
+        cures: what the file's backend needs, see `Backend.cures`.
         amx: whether they are written; None: if the target's kernels here need them.
     """
-    if amx is None and not (target in _TARGETS and products_are_wrong()):
-        if target in _TARGETS and (count := _count_odd(model)):
+    own = "columns" in cures  # onnxruntime's kernels of integers run the file
+    if amx is None and not (own and products_are_wrong()):
+        if own and (count := _count_odd(model)):
             _LOG.info(
                 "layers that onnxruntime 1.21 to 1.24 computes wrong on processors with AMX (Intel's servers "
                 f"since 2023): {count}. For those, export with amx=true."
             )
-        elif target and target not in _TARGETS and products_are_wrong() and (count := _count_odd(model)):
+        elif not own and products_are_wrong() and (count := _count_odd(model)):
             _LOG.info(
                 f"layers that onnxruntime computes wrong on this processor (AMX): {count}. The file is for "
-                f"{target}; to run it in onnxruntime here, export with amx=true."
+                "another runtime; to run it in onnxruntime here, export with amx=true."
             )
         return
     if amx is not False and (changed := write_whole_columns(model)) and amx is None:

@@ -1,7 +1,7 @@
 """Collects the nodes and initializers of one ONNX graph, with their names and types.
 
 Every tensor has the type that it has in the graph. ONNX requires int64 for shapes and indices, which are
-int32 in MegEngine: they are converted where an op reads them (`int64`, `shape_vector`) and where one computes
+int32 in MegEngine. They are converted where an op reads them (`int64`, `shape_vector`) and where one computes
 them (`emit_as`).
 """
 
@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from qtrace.errors import ExportError
 from qtrace.export.converted import PlainGraph
 from qtrace.export.onnx.opset import CopiedVersions, SourceVersions, at_opset, choose_versions
-from qtrace.graph.tensors import MAX_RANK
+from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.types import CallMethod, Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import reads_shape, unused_name
 from qtrace.onnxfile.model import MAX_DEPTH, read_names, rename_tensors

@@ -96,7 +96,7 @@ class Contract:
         fused: the types of ops that it computes in float inside of the kernel before them.
         rounds_results: the types of ops whose result has to be rounded for an integer kernel.
         measured: whether the target is onnxruntime, which says here which ops it computes in float.
-        device_ops: the types of ops that the device takes in some type; None if all that are not in `ops` run
+        device_ops: the types of ops that the device takes in some type. None if all others than `ops` run
             elsewhere, or if the target is no device besides a CPU.
         floats_run_on: where the ops run that the target computes in float: `CPU` if they leave the device.
     """

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto
 
@@ -47,7 +48,7 @@ _BITS: dict[int, int] = {
     **dict.fromkeys((TensorProto.INT8, TensorProto.UINT8), 8),
     **dict.fromkeys((TensorProto.INT16, TensorProto.UINT16), 16),
 }
-_FLOAT_BYTES = 4
+_FLOAT_BYTES = np.dtype(np.float32).itemsize
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -248,9 +249,9 @@ class ContractReport(Displayed):
         lines = [f"fixed: {sentence}" for sentence in self.fixed]
         rules = dict.fromkeys((finding.rule, finding.source) for finding in self.findings)
         for rule, source in rules:
-            found = [finding for finding in self.findings if finding.rule == rule]
+            findings = [finding for finding in self.findings if finding.rule == rule]
             lines.append(f"{rule} ({source}):")
-            texts = (f"{f.text}{' [--fix]' if f.fixable else ''}" for f in found)
+            texts = (f"{f.text}{' [--fix]' if f.fixable else ''}" for f in findings)
             lines.append("  " + shorten_list(texts, "\n  ", SHOWN_LINES))
         how = f"in float, as {self.measured} loads the file" if self.measured else "in float, predicted"
         if self.floats:

@@ -317,8 +317,8 @@ def no_other_domains(source: str) -> ContractRule:
                 continue
 
             def remove(domain: str = entry.domain) -> None:
-                kept = [e for e in graph.model.opset_import if e.domain != domain]
-                copies = [type(e).FromString(e.SerializeToString()) for e in kept]
+                remaining = [e for e in graph.model.opset_import if e.domain != domain]
+                copies = [type(e).FromString(e.SerializeToString()) for e in remaining]
                 del graph.model.opset_import[:]
                 graph.model.opset_import.extend(copies)
 

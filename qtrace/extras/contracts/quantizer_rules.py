@@ -208,9 +208,9 @@ def no_needless_axis(source: str) -> ContractRule:
                 continue
 
             def repair(node: NodeProto = node) -> None:
-                kept = [a for a in node.attribute if a.name != "axis"]
+                remaining = [a for a in node.attribute if a.name != "axis"]
                 del node.attribute[:]
-                node.attribute.extend(kept)
+                node.attribute.extend(remaining)
 
             what = "it has one scale and the attribute axis"
             yield Violation(node, what, "leave the attribute out", repair)

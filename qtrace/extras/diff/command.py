@@ -10,10 +10,9 @@ from qtrace.cli import options
 from qtrace.cli.console import Console
 from qtrace.cli.models import check_model, import_classes
 from qtrace.cli.reports import on_terminal
+from qtrace.errors import SHOWN_LINES
 
 __all__ = ["diff"]
-
-_ROWS = 20
 
 
 @click.command(
@@ -27,7 +26,7 @@ _ROWS = 20
 )
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
-@click.option("--all", "every", is_flag=True, help=f"Show all rows of each table, not {_ROWS}.")
+@click.option("--all", "every", is_flag=True, help=f"Show all rows of each table, not {SHOWN_LINES}.")
 @click.option("--exit-code", "strict", is_flag=True, help="Exit with 1 if A and B differ.")
 @options.allowed_classes
 @options.allow_code
@@ -37,8 +36,8 @@ def diff(
 ) -> int:
     """Show what differs between two outputs, models, recipes or ONNX files.
 
-    A and B are both recipes, by name or file; two .onnx files, which are compared node by node; or each is a
-    folder of `qtrace calibrate` or `qtrace finetune`, a prepared.mge or a quantized.mge. Two models are
+    A and B are two recipes, by name or file, or two .onnx files, which are compared node by node. Else each
+    is a folder of `qtrace calibrate` or `qtrace finetune`, a prepared.mge or a quantized.mge. Two models are
     compared by config, ops, sites, scales, integers of weights and biases, and figures: size, MACs, predicted
     time, and the verdict figures of folders. Sites are paired by name. Nodes of .onnx files are paired by
     name or result; the table says which went, which came, and what the others read and run on.
@@ -51,6 +50,6 @@ def diff(
             check_model(name)
         import_classes(allow)
         result = compare(a, b, allow=allow, allow_code=allow_code)
-    text = f"A: {a}\nB: {b}\n\n{result.table(width, None if every else _ROWS)}"
+    text = f"A: {a}\nB: {b}\n\n{result.table(width, None if every else SHOWN_LINES)}"
     console.result(text, {"a": a, "b": b, **result.to_dict()})
     return int(strict and not result.empty)

@@ -17,6 +17,7 @@ from qtrace.comparing.sums import sqnr_db
 from qtrace.display import Displayed
 from qtrace.onnxfile.external_data import load_model
 from qtrace.onnxfile.model import OnnxModel
+from qtrace.plugins.options import SHOWN_CHARACTERS
 
 __all__ = ["FileDifference", "compare_files"]
 
@@ -166,7 +167,6 @@ def attributes_of(node: NodeProto, opset: int) -> Mapping[str, Any]:
 
 
 _SECTIONS = ("file", "metadata", "inputs and outputs", "nodes", "stored tensors", "rounded tensors")
-_TEXT = 60  # characters of a metadata value or document string
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ def _metadata(side: OnnxSide) -> dict[str, str]:
 
 def _short(text: str) -> str:
     line = repr(text)
-    return line if len(line) <= _TEXT else f"{line[:_TEXT]}... ({len(text)} characters)"
+    return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]}... ({len(text)} characters)"
 
 
 def _facts(a: OnnxSide, b: OnnxSide) -> Iterator[_Entry]:
@@ -419,9 +419,9 @@ def _changed_notes(node: NodeProto, other: NodeProto) -> Iterator[str]:
 
 
 def _written(value: Any) -> str:
-    return (
-        "the default" if value is None else value.decode() if isinstance(value, bytes) else str(value)[:_TEXT]
-    )
+    if value is None:
+        return "the default"
+    return value.decode() if isinstance(value, bytes) else str(value)[:SHOWN_CHARACTERS]
 
 
 def _same_stored(a: OnnxSide, b: OnnxSide, one: str, two: str) -> bool:

@@ -51,8 +51,8 @@ class FinetuneSettings:
         most_blocks: the most block outputs that are chosen by structure.
         freeze_below: a range is frozen once the moving average of its end changes by less than this share of
             a quantization step in a step; 0 for never.
-        freeze_bn_below: the statistics of a kept BatchNorm are frozen once their moving average changes by
-            less than this share of the standard deviation or variance in a step; 0 for never.
+        freeze_bn_below: the statistics of a kept BatchNorm are frozen once they hardly move: by less than
+            this share of the standard deviation or variance in a step; 0 for never.
         range_average: the share of the moving average of ranges and statistics that a step keeps.
         weight_average: the share of the moving average of the weights that a step keeps; evaluations and the
             result use that average. 0 for no average.
@@ -67,9 +67,8 @@ class FinetuneSettings:
         memory: the most bytes of data in memory; further batches are not used.
         jit: whether a step runs under ``jit.trace``; None to decide by the number of steps. Only
             the engine ``megengine`` traces.
-        engine: what computes the steps. ``torch`` computes them by PyTorch and needs the extra
-            ``torch``; ``megengine`` runs every graph; ``auto`` takes torch if it is installed and every op of
-            the graph has a form in torch.
+        engine: what computes the steps. ``torch`` needs the extra ``torch``; ``megengine`` runs every graph;
+            ``auto`` takes torch if it is installed and every op of the graph has a form in it.
     """
 
     steps: int = 500

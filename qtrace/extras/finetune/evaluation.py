@@ -51,7 +51,7 @@ class Compared:
         left: a line with the reason for every output that is not compared.
         groups: the column groups of the outputs.
         weights: index of an output with several column groups -> the weights of its squared errors, by
-            column, that replace its mean square: each group counts alike, relative to its own power.
+            column, in the place of its mean square. Each group counts alike, relative to its own power.
     """
 
     outputs: dict[int, float]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from megengine import Parameter
 
+from qtrace.calibration.choice import COMPARED_SAMPLES
 from qtrace.errors import TrainingError
 from qtrace.extras.finetune.data import Batch, FinetuneSettings, Samples, unpack
 from qtrace.extras.finetune.evaluation import BestState, Compared, EvaluationFigures, evaluate
@@ -158,7 +159,6 @@ class Learner:
 
 # The engines agree when no float value differs by more than this share of the largest one of its node.
 _TOLERANCE = 1e-3
-_COMPARED_SAMPLES = 2
 
 
 def choose_twins(
@@ -211,7 +211,7 @@ def _first_samples(samples: Samples) -> Batch:
     batch = samples.batches[0]
     if not samples.joined:
         return batch
-    return Batch(batch.number, [leaf[:_COMPARED_SAMPLES] for leaf in batch.leaves])
+    return Batch(batch.number, [leaf[:COMPARED_SAMPLES] for leaf in batch.leaves])
 
 
 def _compare(torch: Twins, megengine: Twins, batch: Batch) -> None:
@@ -235,6 +235,7 @@ def _agree(value: np.ndarray, fast: np.ndarray | None) -> bool:
 
 
 _MAX_EVALUATIONS = 20
+_MIN_EVALUATION_INTERVAL = 5  # steps: an evaluation may take as long as several
 
 
 class Pace:
@@ -284,7 +285,7 @@ class RunSchedule:
         """The steps between two evaluations in a run of ``total``, so that these take little of its time."""
         if self._evaluate_every is not None:
             return self._evaluate_every
-        return max(math.ceil(total / _MAX_EVALUATIONS), self._batches)
+        return max(math.ceil(total / _MAX_EVALUATIONS), self._batches, _MIN_EVALUATION_INTERVAL)
 
     def evaluations(self, steps: int, total: int | None) -> int:
         """How often ``steps`` of ``total`` (None: there are no others) are evaluated, report included."""

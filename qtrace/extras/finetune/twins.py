@@ -50,9 +50,9 @@ def block_outputs(
 ) -> tuple[str, ...]:
     """Returns the names of the block outputs, in graph order.
 
-    Without patterns the structure decides. Block outputs are then the bottleneck tensors (ends of
-    residual blocks and stages, layers of a chain) and the sums of two branches (the neck of a detector), as
-    far as the float graph has them. The backend may have written an activation in pieces. More than
+    Without patterns the structure decides. Block outputs are then the bottleneck tensors: ends of residual
+    blocks and stages, and layers of a chain. Sums of two branches, as in the neck of a detector, are among
+    them. The float graph must have them, too. The backend may have written an activation in pieces. More than
     ``max_blocks`` of them are thinned out evenly.
 
     Args:

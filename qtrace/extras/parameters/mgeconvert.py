@@ -1,7 +1,7 @@
 """mgeconvert's JSON of quantization parameters, with numbers as numbers.
 
 mgeconvert itself has one scale for each tensor. An entry with a scale for each channel has lists of scales
-and zero points, and the key ``axis``: the axis of the channels, in the layout of the model next to the file.
+and zero points. Its key ``axis`` is the axis of the channels, in the layout of the model next to the file.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from qtrace.export.parameters import ParameterFile, Row, refuse_floating
 
 __all__ = ["MGECONVERT"]
 
 _TITLE = "mgeconvert's JSON"
-_INT32 = 2**31
+_INT32 = np.iinfo(np.int32)
 
 
 def _entry(row: Row) -> dict[str, Any]:
     refuse_floating(row, _TITLE)
     scheme = row.scheme
     if scheme is None:
-        kind, low, high = "int32", -_INT32, _INT32 - 1
+        kind, low, high = "int32", int(_INT32.min), int(_INT32.max)
     else:
         storage = "int" if scheme.signed else "uint"
         kind = f"{storage}{scheme.bits}{'_narrow' if scheme.narrow else ''}"

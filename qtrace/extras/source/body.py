@@ -26,7 +26,7 @@ from qtrace.extras.source.literals import (
     without_defaults,
 )
 from qtrace.gradients import plain
-from qtrace.graph.tensors import MAX_RANK
+from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import called_graph, owner, reads_shape, unused_name
 

@@ -379,7 +379,7 @@ def split(
 
     Args:
         traced: a float graph, flat or hierarchical; it is not changed and shares nothing with the parts.
-        at: the cuts in the order of the graph; each is the name of a node, as `qtrace.graph.table` shows it
+        at: the cuts in the order of the graph. Each is the name of a node, as `qtrace.graph.table` shows it
             for the flat graph, or several names that are cut together.
         by: takes a node of the flat graph, returns a label: text, a number, or what else can be a key.
 
@@ -387,8 +387,8 @@ def split(
         The parts, one more than cuts, or one a label; calling it composes them.
 
     Raises:
-        GraphError: when a name is no node of the flat graph, when a part would be empty, when two labels
-            depend on each other, or when ``traced`` is prepared or converted.
+        GraphError: when a name is no node of the flat graph, a part would be empty, two labels depend on each
+            other, or ``traced`` is prepared or converted.
     """
     if (at is None) == (by is None):
         raise GraphError("split takes either cuts (at=[...]) or a function of the node (by=...).")

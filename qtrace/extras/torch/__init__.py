@@ -1,7 +1,7 @@
 """PyTorch in: torch's own exporter writes ONNX, which `qtrace.importing.onnx` reads.
 
 `importing` runs torch's exporter. `state` notes which parameter is which tensor of the module's state, and
-gives tuned parameters back under these names. torch is imported where it is used, never at the top: it is
+gives tuned parameters back under these names. PyTorch is imported where it is used, never at the top: it is
 the extra ``torch``.
 """
 

@@ -360,9 +360,9 @@ def from_torch(
     of the module's ``state_dict``, ops the path of the module that calls them. The module stays as it is.
 
     Args:
-        source: a `torch.nn.Module`, scripted or traced too, a program of `torch.export`, the path of a
-            ``.pt2`` file that `torch.export.save` wrote, or of one that `torch.jit.save` wrote. torch loads
-            such files: only load what you trust.
+        source: a `torch.nn.Module`, scripted or traced too; a program of `torch.export`; or the path of a
+            file of `torch.export.save` (``.pt2``) or `torch.jit.save`. PyTorch loads such files: only load
+            what you trust.
         example: the inputs of ``forward``: a tensor or array, a tuple of them, or a dict by name. A program
             needs none.
         dynamic: axes of inputs that stay open, such as ``{"x": {0: "N", 2: "H", 3: "W"}}``: input -> axis ->
@@ -375,7 +375,7 @@ def from_torch(
 
     Raises:
         ImportingError: when torch is missing or cannot export the network, or when ops lack an equal in
-            MegEngine; the message names the line of the source where the exporter knows it.
+            MegEngine. The message names the line of the source if the exporter knows it.
     """
     network = open_network(os.fspath(source) if isinstance(source, os.PathLike) else source)
     inputs = read_example(network, example)

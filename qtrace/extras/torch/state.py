@@ -123,7 +123,7 @@ def _kept_tables(
     a constant comes from, but numbers that are all different do, or the numbers of each row.
     """
     held = {parameter.tensor for parameter in known.values()}
-    found: dict[str, FileParameter] = {}
+    parts: dict[str, FileParameter] = {}
     for name, tensor in state.items():
         owner = name.rpartition(".")[0]
         own = [path for path in sorted(paths) if path.rpartition(".")[0] == owner]
@@ -133,8 +133,8 @@ def _kept_tables(
             values = get_module(traced, path).numpy().astype(np.float32)
             moves = _moves_from(_numbers(tensor), values, (int(tensor.shape[0]), 1))
             if moves is not None:
-                found[path] = FileParameter(name, tuple(int(n) for n in tensor.shape), moves)
-    return found
+                parts[path] = FileParameter(name, tuple(int(n) for n in tensor.shape), moves)
+    return parts
 
 
 def _recurrent_parts(traced: TracedModule, state: Mapping[str, Any]) -> dict[str, FileParameter]:
@@ -349,9 +349,8 @@ def to_torch_state(traced: TracedModule) -> dict[str, Any]:
         Name -> float32 tensor on the CPU.
 
     Raises:
-        ImportingError: when the network does not come from torch, torch is missing, a parameter was folded
-            where torch's module lacks a place for it, or one that changed is also read elsewhere in the
-            module. The message names it.
+        ImportingError: when torch is missing, or the network does not come from it. Also when torch's module
+            lacks a place for a folded parameter, or reads a changed one elsewhere, too. The message names it.
     """
     torch = import_torch()
     state = {name: torch.from_numpy(array) for name, array in state_arrays(traced).items()}

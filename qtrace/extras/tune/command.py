@@ -106,10 +106,10 @@ def tune(
 ) -> int:
     """Search for the best recipe of a model.
 
-    Each trial prepares MODEL by a recipe, calibrates it on a part of the data and judges it on the rest, by
-    the metric and by the predicted time and size. The folder --out gets trials.jsonl (a line for each trial),
-    best.yaml (the best recipe, with a reason above each line), tune.json, and tune.html (a picture) if the
-    extra report is installed. A search that was stopped goes on if it is run again.
+    Each trial prepares MODEL by a recipe, and calibrates it on a part of the data. The rest judges it, by the
+    metric and by the predicted time and size. The folder --out gets trials.jsonl (a line for each trial),
+    best.yaml (the best recipe, with a reason above each line) and tune.json. If the extra report is
+    installed, it gets tune.html, a picture. A search that was stopped goes on if it is run again.
 
     Without --at-most and --size, the result is no slower and no larger than by --recipe. The exit code is 1
     if no recipe is within the limits.

@@ -96,8 +96,8 @@ def value_of_noise(samples: Sequence[float]) -> float:
 def predict_milliseconds(traced: TracedModule, model: TracedModule, config: QConfig) -> float | None:
     """Returns the predicted time of a prepared graph in one thread; None without measured times.
 
-    A graph whose config leaves no choice lacks a prediction of its own: it is planned once more under a
-    placement that must put everything on integers that can be there.
+    A graph whose config leaves no choice lacks a prediction of its own. It is planned once more, with
+    everything on integers that can be there.
 
     Args:
         traced: the network as traced.
@@ -186,11 +186,11 @@ class Judge:
     def _reference(self, batches: Sequence[Any]) -> Any:
         """Returns the float outputs; the outputs of the longest part so far are kept for the shorter ones."""
         key = id(batches[0])
-        kept = self._references.get(key, [])
-        if len(kept) < len(batches):
-            kept = outputs_of(self.traced, batches)
-            self._references[key] = kept
-        return kept[: len(batches)]
+        references = self._references.get(key, [])
+        if len(references) < len(batches):
+            references = outputs_of(self.traced, batches)
+            self._references[key] = references
+        return references[: len(batches)]
 
 
 def read_metric(metric: Metric, result: Any) -> tuple[float, tuple[float, ...]]:

@@ -1,10 +1,10 @@
 """The search: which recipe is tried next, and on how much of the data.
 
-The next trial depends on the seed and the finished trials only, never on a clock, so that a search that was
-killed goes on as if it had not been. Trials of the search begin on a quarter of the data. The better half of
-those on one rung is judged again on the next one, which has twice the data, up to all of it (Li et al. 2020,
-"A System for Massively Parallel Hyperparameter Tuning", algorithm 2). Trials that are judged at the same time
-are proposed from the same finished ones.
+The next trial depends on the seed and the finished trials only, never on a clock. So a search that was killed
+goes on as if it had not been. Trials of the search begin on a quarter of the data. The better half of one
+rung is judged again on the next one, which has twice the data, up to all of it. This is algorithm 2 of Li et
+al. 2020, "A System for Massively Parallel Hyperparameter Tuning". Trials that are judged at the same time are
+proposed from the same finished ones.
 
 A recipe is plain data, as `QConfig.to_dict` gives it. Each change comes with its reason, by the key of the
 recipe that it sets.
@@ -25,6 +25,7 @@ import numpy as np
 from qtrace.config import QConfig, backends
 from qtrace.config.recipe import load_recipe
 from qtrace.config.written import resolve_recipe
+from qtrace.data.batches import ENOUGH_SAMPLES, HELD_EVERY
 from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError
 from qtrace.extras.tune.judge import Here, Judge, Judged, RungData, Task
 from qtrace.extras.tune.trials import CostLimits, Layer, Suggestion, Trial, TrialLog, digest_of, rank
@@ -164,11 +165,11 @@ def first_suggestions(first: Trial) -> Iterator[Suggestion]:
 def _packaged(name: str, base: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of a packaged recipe for the target and the images of ``base``."""
     packaged = as_recipe(load_recipe(name))
-    kept = {key: value for key, value in base.items() if key not in _SETTINGS_OF_PACKAGED}
+    own = {key: value for key, value in base.items() if key not in _SETTINGS_OF_PACKAGED}
     new = {key: packaged[key] for key in _SETTINGS_OF_PACKAGED if key in packaged}
-    if not _has_times(QConfig.model_validate(kept)):
+    if not _has_times(QConfig.model_validate(own)):
         new.pop("placement", None)
-    return {**kept, **new, "name": name}
+    return {**own, **new, "name": name}
 
 
 def _has_times(config: QConfig) -> bool:
@@ -302,11 +303,9 @@ def _show(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-_HELD_BACK = 4  # every fourth batch
 _FRACTIONS = (0.25, 0.5, 1.0)
 _TRIES = 100
 _MOST_TOO_DEAR = 8  # recipes that are drawn for one trial
-_DIAGNOSED_SAMPLES = 8  # of the first batch
 
 
 @dataclass(frozen=True)
@@ -340,11 +339,11 @@ def split(batches: Sequence[Any]) -> tuple[RungData, ...]:
             "a search holds batches back to judge on, but there is one batch only: give more data, or a "
             "smaller --batch-size."
         )
-    step = min(_HELD_BACK, len(batches))
+    step = min(HELD_EVERY, len(batches))
     held = tuple(batch for index, batch in enumerate(batches) if index % step == step - 1)
-    kept = tuple(batch for index, batch in enumerate(batches) if index % step != step - 1)
+    calibration = tuple(batch for index, batch in enumerate(batches) if index % step != step - 1)
     parts = [
-        RungData(kept[: math.ceil(len(kept) * part)], held[: math.ceil(len(held) * part)])
+        RungData(calibration[: math.ceil(len(calibration) * part)], held[: math.ceil(len(held) * part)])
         for part in _FRACTIONS
     ]
     sizes = [(len(part.calibration), len(part.held_back)) for part in parts]
@@ -569,10 +568,10 @@ def _trial(number: int, proposal: Proposal, judged: Judged) -> Trial:
 def _shortened(batch: Any) -> Any:
     """Returns the first samples of a batch."""
     if isinstance(batch, dict):
-        return {key: value[:_DIAGNOSED_SAMPLES] for key, value in batch.items()}
+        return {key: value[:ENOUGH_SAMPLES] for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return tuple(value[:_DIAGNOSED_SAMPLES] for value in batch)
-    return batch[:_DIAGNOSED_SAMPLES]
+        return tuple(value[:ENOUGH_SAMPLES] for value in batch)
+    return batch[:ENOUGH_SAMPLES]
 
 
 def search(

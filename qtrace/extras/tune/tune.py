@@ -20,7 +20,7 @@ from qtrace.config import QConfig, backends
 from qtrace.config.recipe import SCHEMA, load_recipe
 from qtrace.config.tree import dump
 from qtrace.data.batches import check_batches
-from qtrace.display import MEBIBYTE, Displayed, format_table
+from qtrace.display import Displayed, format_table, megabytes
 from qtrace.errors import ConfigError, QtraceError, install
 from qtrace.extras.tune.judge import Here, Judge, Metric, RungData, Subject
 from qtrace.extras.tune.search import TuneSettings, as_recipe, find_limits, judged_in_full, search, split
@@ -132,7 +132,7 @@ class Tuning(Displayed):
     def _limits(self) -> str:
         time, size = self.limits.milliseconds, self.limits.bytes
         parts = [] if time is None else [f"{time:.4g} ms"]
-        parts += [] if size is None else [f"{size / MEBIBYTE:.3g} MB"]
+        parts += [] if size is None else [f"{megabytes(size):.3g} MB"]
         return " and ".join(parts) or "none"
 
 
@@ -142,7 +142,7 @@ def _value(trial: Trial) -> str:
 
 def _costs(trial: Trial) -> tuple[str, str]:
     time = "" if trial.milliseconds is None else f"{trial.milliseconds:.4g}"
-    return time, f"{trial.bytes / MEBIBYTE:.3g}"
+    return time, f"{megabytes(trial.bytes):.3g}"
 
 
 def _summary(trial: Trial | None) -> dict[str, Any] | None:
@@ -249,7 +249,7 @@ def _draw(
     axes: Any, judged: Sequence[Trial], front: Sequence[Trial], best: Trial | None, timed: bool
 ) -> None:
     def points(trials: Sequence[Trial]) -> tuple[list[float], list[float]]:
-        costs = [t.milliseconds or 0.0 if timed else t.bytes / MEBIBYTE for t in trials]
+        costs = [t.milliseconds or 0.0 if timed else megabytes(t.bytes) for t in trials]
         return costs, [t.value or 0.0 for t in trials]
 
     axes.plot(*points(judged), "o", color="#56a3d9", label="judged on all data")

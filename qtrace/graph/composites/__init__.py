@@ -101,8 +101,6 @@ class CompositeRule(RewriteRule):
         return args
 
 
-# Turns composites that are written in pieces into one call: hard swish, GELU, LayerNorm, attention ...
-
 # A rule stands before those whose composite is a part of its own: hard swish contains a hard sigmoid.
 _FILES = ("activations", "norms", "arrangements")
 

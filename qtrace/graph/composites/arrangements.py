@@ -4,6 +4,7 @@ source.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -323,10 +324,11 @@ class Focus(CompositeRule):
         return CompositeCall(functions.space_to_depth, (match["x"], 2, _PLACES[places]))
 
 
-# Rows and columns of four slices -> the order of `functions.space_to_depth`.
+# Rows and columns of four slices, by rows or by columns -> the order of `functions.space_to_depth`.
+_BY_ROWS = tuple(itertools.product(range(2), repeat=2))
 _PLACES: dict[Any, tuple[int, int, int]] = {
-    ((0, 0), (0, 1), (1, 0), (1, 1)): (0, 1, 2),
-    ((0, 0), (1, 0), (0, 1), (1, 1)): (1, 0, 2),
+    _BY_ROWS: (0, 1, 2),
+    tuple(place[::-1] for place in _BY_ROWS): (1, 0, 2),
 }
 
 

@@ -47,9 +47,6 @@ __all__ = [
 ]
 
 
-# The names that a model file may contain: exact names, one list for each use of a name in a file.
-
-
 def _split(names: str) -> list[str]:
     return names.split()
 

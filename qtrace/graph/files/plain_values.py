@@ -255,8 +255,6 @@ class Trees:
             raise RefusedError(f"a group of processes in it has {shown(value)}")
 
 
-# Rules for single values: tensors, devices, dtypes of quantization, signatures, and calls of plain types.
-
 CODES = frozenset("b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 c8 c16".split())  # noqa: SIM905 (shorter than a list)
 _LARGEST_SCALE = float(np.finfo(np.float32).max)
 _LARGEST_DIM = int(np.iinfo(np.int32).max)

@@ -51,9 +51,6 @@ from qtrace.graph.files.plain_values import EXPRS, NODES, Trees, are_sizes
 __all__ = ["Validator", "check_calls", "restore"]
 
 
-# Puts a loaded TracedModule together, as MegEngine does but in linear time, and checks what it would run.
-
-
 def restore(module: TracedModule, budget: LoadBudget) -> None:
     """Restores a module as ``TracedModule.__setstate__`` does, but in linear time.
 

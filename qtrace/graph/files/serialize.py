@@ -35,8 +35,8 @@ from qtrace.graph.files.restore import Validator, check_calls, restore
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.unpickle import PickleMachine
 from qtrace.graph.interpreter import name_failures
+from qtrace.graph.kernels import PART_BYTES
 from qtrace.graph.notes import attach_lines, detach_lines
-from qtrace.graph.tensors import PART_BYTES
 from qtrace.graph.tracing.hazards import debugging_marks
 from qtrace.plugins.options import check_arguments
 from qtrace.process import on_engine_thread, paused_collector

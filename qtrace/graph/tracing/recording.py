@@ -59,8 +59,6 @@ __all__ = [
 ]
 
 
-# Changes MegEngine's tracer while qtrace traces.
-
 NONE_IS_DROPPED = "forward returns None among tensors: the trace returns only the tensors."
 VALUES_ARE_DROPPED = (
     "forward returns Python values among tensors, such as numbers: the trace returns only the tensors."

@@ -45,8 +45,6 @@ __all__ = [
 ]
 
 
-# Runs of a module during a trace, and modules of functions.
-
 # Names that a subclass may define without changing what its forward computes.
 _WITHOUT_EFFECT = {
     "__abstractmethods__",
@@ -344,11 +342,11 @@ def restore_input_names(traced: TracedModule) -> None:
     names = [] if spec is None else spec.args[1:]
     trees = [*zip(names, args.children_defs[1:], strict=False)]
     trees += zip(kwargs.aux_data or (), kwargs.children_defs, strict=True)
-    found = [name for argument, tree in trees for name in _input_names(str(argument), tree)]
+    input_names = [name for argument, tree in trees for name in _input_names(str(argument), tree)]
     nodes = [node for node in graph.inputs if isinstance(node, TensorNode)]
-    if len(found) != len(nodes):  # arguments beyond those with names
+    if len(input_names) != len(nodes):  # arguments beyond those with names
         return
-    wrong = [(node, name) for node, name in zip(nodes, found, strict=True) if node._name != name]
+    wrong = [(node, name) for node, name in zip(nodes, input_names, strict=True) if node._name != name]
     names = graph._namespace
     holders = [(names.used_names.get(name), name) for _, name in wrong]
     others = [(other, name) for other, name in holders if other is not None and other not in nodes]

@@ -1,7 +1,7 @@
 """ONNX in: a network in an ONNX file becomes a traced module, a quantized one a prepared module.
 
 The stages: `model` reads the file into checked, frozen data, and `importer` walks its nodes in order. A node
-whose inputs are all stored is folded (`folding`), and so is arithmetic on sizes, which the graph computes
+whose inputs are all stored is folded (`folding`), and so is arithmetic on sizes. The graph computes sizes
 where an op reads them and they depend on an open axis. Every other node is lowered by the table of `ops`, or
 written as the nodes of its function body (`control_flow`). A node without an equal is collected, so that one
 error names them all. `opening` leaves the axes open that the nodes allow.
@@ -80,10 +80,10 @@ def from_onnx(
     """Reads a network from an ONNX file, as a flat traced module in eval mode.
 
     A quantized file (QuantizeLinear and DequantizeLinear, or ops such as QLinearConv) becomes a prepared and
-    calibrated module with the sites, scales, zero points and integers of the file, as `prepare` and
-    `calibrate` would have made it. `convert`, `verify`, `compare` and `finetune` take it. Layers whose
-    only weights are integers (MatMulNBits) or which round by the range of each batch (MatMulInteger,
-    ConvInteger, DynamicQuantizeLSTM and others) become float layers with the weights of the file.
+    calibrated module. It has the sites, scales, zero points and integers of the file, as `prepare` and
+    `calibrate` would have made it. `convert`, `verify`, `compare` and `finetune` take it. Layers whose only
+    weights are integers (MatMulNBits) become float layers with the weights of the file. So do layers that
+    round by the range of each batch (MatMulInteger, ConvInteger, DynamicQuantizeLSTM and others).
 
     Layers with stored weights become modules with parameters, in a tree that follows the names in the file.
     Ops that an exporter wrote in pieces become one call (`qtrace.graph.compose`). int64 is carried as int32,
@@ -95,9 +95,9 @@ def from_onnx(
         shapes: the shape of each input whose axes the file leaves open, by the input's name. The graph
             records these sizes; the axes stay open unless a node needs the number, which the logger
             ``qtrace`` names.
-        batch: the axis of the batch, as ``input:axis`` such as ``"x:0"``; inputs whose axis has the same name
-            in the file share it. "auto" is the first axis of the first input if the file leaves it open. It
-            is fixed like any other if a node needs the number. None fixes every axis.
+        batch: the axis of the batch, as ``input:axis`` such as ``"x:0"``. Inputs whose axis has the same name
+            in the file share it. The word "auto" is the first axis of the first input if the file leaves it
+            open. It is fixed like any other if a node needs the number. None fixes every axis.
         fixed: whether every axis but the batch is fixed at the size in ``shapes``.
         outputs: names of tensors in the file at which it is cut: they are the outputs, and what they do not
             need is left out, inputs, too. None keeps the outputs of the file.
@@ -107,8 +107,8 @@ def from_onnx(
         order, and returns one tensor or a tuple of them.
 
     Raises:
-        ImportingError: when the file is missing, damaged or hostile, when an input lacks its shape, when
-            there is no such output, or when nodes lack an equal in MegEngine; the message names all of them.
+        ImportingError: when the file is missing, damaged or hostile, or an input lacks its shape. Also when
+            there is no such output, or nodes lack an equal in MegEngine; the message names all of them.
     """
     file = Path(path)
     try:

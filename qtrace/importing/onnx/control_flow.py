@@ -269,9 +269,9 @@ def _bind(node: onnx.NodeProto, attributes: Mapping[str, onnx.AttributeProto]) -
     """Gives a node, and the nodes of its bodies, the attributes of the call that they name."""
     node.name = ""
     for attribute in list(node.attribute):
-        given, name = attributes.get(attribute.ref_attr_name), attribute.name
-        if given is not None:
-            attribute.CopyFrom(given)
+        bound, name = attributes.get(attribute.ref_attr_name), attribute.name
+        if bound is not None:
+            attribute.CopyFrom(bound)
             attribute.name = name
         elif attribute.ref_attr_name:  # an optional attribute that the call leaves out
             node.attribute.remove(attribute)

@@ -4,8 +4,8 @@ MatMulNBits of the domain com.microsoft becomes a product with a float weight. S
 onnxruntime.quantization.quantize_dynamic and the optimizer of onnxruntime make of layers: MatMulInteger and
 ConvInteger with the Cast and the Mul after them, DynamicQuantizeMatMul, MatMulIntegerToFloat and
 DynamicQuantizeLSTM. Nothing in such a file is rounded by a stored scale, so the network is a float one with
-rounded weights. A weight after a Cast and a Mul becomes a stored float, and so does one after a
-DequantizeLinear with blocks, or of 4 bits and less where no activation is rounded.
+rounded weights. A weight after a Cast and a Mul becomes a stored float. So does one after a DequantizeLinear
+with blocks, or of 4 bits and less where no activation is rounded.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ def _log_counts(counts: Mapping[str, int], nodes: Sequence[OnnxNode]) -> None:
 
 def _log_kept(nodes: Sequence[OnnxNode]) -> None:
     """Names the nodes on integers that no float layer stands for."""
-    kept = [node.label for node in nodes if node.op in _KEPT]
-    if kept:
+    labels = [node.label for node in nodes if node.op in _KEPT]
+    if labels:
         _LOG.warning(
-            f"{len(kept)} nodes compute with integers in a form that qtrace cannot turn into float layers: "
-            f"{shorten_list(kept)}. They and the ops that round their inputs stay as in the "
+            f"{len(labels)} nodes compute with integers in a form that qtrace cannot turn into float layers: "
+            f"{shorten_list(labels)}. They and the ops that round their inputs stay as in the "
             "file: qtrace neither trains nor quantizes them, and an ONNX export copies them. Import the "
             "float network of this file to quantize all of it."
         )
@@ -404,11 +404,11 @@ def _unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
 
 def _without_unread(nodes: list[OnnxNode], outputs: tuple[str, ...]) -> list[OnnxNode]:
     """Leaves out the roundings and products of integers that nothing reads any more."""
-    read, kept = set(outputs), []
+    read, remaining = set(outputs), []
     for node in reversed(nodes):
         ours = node.op in ("DynamicQuantizeLinear", *_FLOAT_OPS, "Cast", "Mul")
         if ours and read.isdisjoint(node.outputs):
             continue
         read.update(read_names(node.proto))
-        kept.append(node)
-    return kept[::-1]
+        remaining.append(node)
+    return remaining[::-1]

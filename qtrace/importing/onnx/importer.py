@@ -67,8 +67,8 @@ _LOSING_NAN = (
 # Ops for which NaN has another reach in MegEngine than in a file: where they may read NaN, they are kept.
 _SPREADING_NAN = "ReduceMax ReduceMin Softmax Hardmax MaxPool GlobalMaxPool Resize Upsample TopK Erf"
 
-# Op -> of how many of its inputs it reads the numbers, where it reads but shape or type of the others.
-_NUMBERS_READ = {"Shape": 0, "Size": 0, "CastLike": 1}
+# Op -> the input of which it reads but shape or type.
+_NOT_READ = {"Shape": "data", "Size": "data", "CastLike": "target_type"}
 
 
 class Importer:
@@ -419,7 +419,10 @@ def _placed(node: OnnxNode) -> str:
 
 def _numbers_read(node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value | None]:
     """Returns the inputs of which a node reads the numbers, and not but shape or type."""
-    return values[: _NUMBERS_READ.get(node.op, len(values))]
+    if node.op not in _NOT_READ:
+        return values
+    ends = onnx.defs.get_schema(node.op).inputs
+    return [value for value, end in zip(values, ends, strict=False) if end.name != _NOT_READ[node.op]]
 
 
 def _is_placed_by_sizes(node: OnnxNode, values: Sequence[Value | None]) -> bool:

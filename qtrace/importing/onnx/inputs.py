@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ImportingError
+from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.open_axes import OpenAxis, resize_axes
-from qtrace.graph.tensors import MAX_RANK
 from qtrace.importing.onnx.model import MAX_ELEMENTS, Graph, GraphInput
 
 __all__ = ["InputShape", "axes_of", "fix_axes", "open_sizes", "resize_inputs", "resolve_inputs"]

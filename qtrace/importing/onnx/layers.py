@@ -16,8 +16,8 @@ from megengine.module import Module
 
 from qtrace.errors import ImportingError
 from qtrace.graph.builder import GraphBuilder
+from qtrace.graph.kernels import stored_tensor
 from qtrace.graph.origin import Move, joined, moved, reshaped_to, undone
-from qtrace.graph.tensors import stored_tensor
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.folding import Number, Size, SizeError, axis_size, whole
 from qtrace.importing.onnx.model import Graph, OnnxNode, Sizes, Stored, Value
@@ -195,16 +195,16 @@ class Layers:
             self._tensors[key] = shared
         if key not in self._tensors:
             path = self.names.tensor(stored.name)
-            kept = stored.name in self.learnable
+            learned = stored.name in self.learnable
             constant = array.size == 1 and is_anonymous(stored.name)
-            trainable = kept or (stored.learned and not constant)
+            trainable = learned or (stored.learned and not constant)
             self._tensors[key] = self.builder.parameter(path, array, trainable)
             release(stored.array)
             self.frees.note(array.nbytes)
             self._note_source(path, stored)
             if stored.learned and array.size > 1:
                 self._parameters.setdefault(stored.name, (path, stored.moves))
-            if kept or (array.size == 1 and not trainable):
+            if learned or (array.size == 1 and not trainable):
                 self.kept.add(path)
             if stored.name in self.grids:
                 self.parameters[path] = self.grids[stored.name]
@@ -290,8 +290,8 @@ class Layers:
         for attribute, stored in tensors.items():
             self._note_source(f"{path}.{attribute}", stored)
             shape = tuple(int(n) for n in getattr(module, attribute).shape)
-            made = stored.moves if shape == stored.array.shape else (*stored.moves, reshaped_to(shape))
-            self._parameters.setdefault(stored.name, (f"{path}.{attribute}", made))
+            moves = stored.moves if shape == stored.array.shape else (*stored.moves, reshaped_to(shape))
+            self._parameters.setdefault(stored.name, (f"{path}.{attribute}", moves))
         grids = {f"{path}.{key}": self.grids.get(stored.name) for key, stored in tensors.items()}
         self.parameters.update({name: grid for name, grid in grids.items() if grid is not None})
         return self.builder.call_module(path, module, *args, name=name)

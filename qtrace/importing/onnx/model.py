@@ -57,7 +57,7 @@ __all__ = [
 
 DEFAULT_DOMAINS = ("", "ai.onnx")
 """The names of ONNX's own domain."""
-OF_ONNXRUNTIME = {"LayerNormalization": 17}
+OF_ONNXRUNTIME = {op: onnx.defs.get_schema(op).since_version for op in ("LayerNormalization",)}
 """Ops that onnxruntime has in ONNX's own domain at every opset -> the first opset of ONNX that has them."""
 LATEST_OPSET = 23  # nodes with later definitions are kept as they are, since their meaning may differ
 # Ops whose definitions since then, up to opset 28, differ only by the types that they take.

@@ -1,7 +1,7 @@
 """Names of modules and nodes, from the names in the file and from what PyTorch's exporters keep.
 
 The exporter of `torch.export` writes the path of the module and the line of its code as metadata of each
-node, the older one as the node's name, in which the name of a list stands twice:
+node. The older one writes them as the node's name, in which the name of a list stands twice:
 ``/layer4/layer4.1/conv1/Conv``.
 """
 
@@ -78,12 +78,12 @@ def source_line(proto: onnx.NodeProto) -> str:
 def undoubled(name: str) -> str:
     """Returns a name of the older exporter, in which each list stands once: ``/layer4.1/conv1/Conv``."""
     parts = name.split("/")
-    kept = [
+    single = [
         part
         for part, following in zip(parts, [*parts[1:], ""], strict=True)
         if not part or not following.startswith(f"{part}.")
     ]
-    return "/".join(kept)
+    return "/".join(single)
 
 
 def _scope(node: OnnxNode) -> tuple[str, str] | None:

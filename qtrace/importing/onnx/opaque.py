@@ -1,6 +1,6 @@
 """Keeps nodes without an equal in MegEngine as they are in the file: as opaque nodes of the graph.
 
-A result that no traced graph can hold stays in the file's form: a sequence, text, a type that MegEngine
+A result that no traced graph can hold stays in the file's form. It is a sequence, text, a type that MegEngine
 lacks, or a tensor whose shape depends on values. The nodes that read it are kept together with the node that
 gives it, up to results that are tensors of known shape again. Nothing is approximated.
 """
@@ -42,7 +42,7 @@ from qtrace.onnxfile.model import RANDOM_OPS, captured_names, own_operators, ren
 
 __all__ = ["OpaqueNodes"]
 
-_IR_VERSION = 11
+_IR_VERSION = 11  # the latest that onnxruntime 1.23 reads
 
 
 @dataclass(eq=False)
@@ -129,17 +129,17 @@ class OpaqueNodes:
         Raises:
             Refusal: when one is a sequence, text or of a type that MegEngine lacks.
         """
-        kept = [(v, name) for v, name in zip(values, names, strict=True) if isinstance(v, OpaqueValue)]
-        if not kept:
+        own = [(v, name) for v, name in zip(values, names, strict=True) if isinstance(v, OpaqueValue)]
+        if not own:
             return list(values)
-        for value, name in kept:
+        for value, name in own:
             if carried_dtype(value.kinds[0].dtype) is None:
                 raise Refusal(_say_foreign(name, value))
-        nodes = self._call([(v.part, v.index) for v, _ in kept], [name for _, name in kept], "kept", opsets)
-        for (value, _), result in zip(kept, nodes, strict=True):
+        nodes = self._call([(v.part, v.index) for v, _ in own], [name for _, name in own], "kept", opsets)
+        for (value, _), result in zip(own, nodes, strict=True):
             if isinstance(result, Computed) and any(kind.fixed_shape is None for kind in value.kinds):
                 result.node._shape = None  # the values decide it
-        computed = dict(zip((name for _, name in kept), nodes, strict=True))
+        computed = dict(zip((name for _, name in own), nodes, strict=True))
         return [computed.get(name, value) for value, name in zip(values, names, strict=True)]
 
     def _infer(self, part: _Part, opsets: Mapping[str, int]) -> None:
@@ -216,9 +216,9 @@ class OpaqueNodes:
         op = OpaqueOp(model, all(part.for_open_axes for part, _ in targets))
         self._tell_outputs(op, targets, inputs)
         nodes = self._layers.builder.call_module(path, op, *inputs, name=list(names))
-        found = nodes if isinstance(nodes, tuple) else (nodes,)
+        nodes = nodes if isinstance(nodes, tuple) else (nodes,)
         dtypes = [_kind_of(part, place).dtype for part, place in targets]
-        return [Computed(node, dtype) for node, dtype in zip(found, dtypes, strict=True) if dtype is not None]
+        return [Computed(node, dtype) for node, dtype in zip(nodes, dtypes, strict=True) if dtype is not None]
 
     def _tell_outputs(
         self, op: OpaqueOp, targets: Sequence[tuple[_Part, int]], inputs: Sequence[TensorNode]

@@ -1,10 +1,9 @@
 """Leaves the axes open that a file leaves open, as far as its nodes allow.
 
 The graph is built at two sizes of the open axes. It is then compared at other sizes, small ones first, on
-random inputs: with the file in onnxruntime, and where that is missing or differs with a graph that is built
-for this size.
-An axis at which a node needs a number, or at which the graph computes something else, is fixed at its
-recorded size, and the record says which node did it.
+random inputs: with the file in onnxruntime. If that is missing or differs, a graph that is built for this
+size takes its place. An axis at which a node needs a number, or at which the graph computes something else,
+is fixed at its recorded size. The record says which node did it.
 """
 
 from __future__ import annotations
@@ -450,8 +449,8 @@ def _resized_apart(traced: TracedModule, reference: TracedModule, nodes: Sequenc
     Args:
         traced: the graph with open axes.
         reference: the graph of the same file for the size at which they differ.
-        nodes: the nodes that differ, in order. The first one that gives a result of the file is to blame; or
-            a node that resizes only in the reference, as the other graph had nothing to change.
+        nodes: the nodes that differ, in order. The first one that gives a result of the file is to blame. So
+            is a node that resizes only in the reference, as the other graph had nothing to change.
     """
     own, others = (origin.results if (origin := read_origin(g)) else {} for g in (traced, reference))
     first = next((own[node] for node in nodes if node in own), None)

@@ -120,8 +120,8 @@ def quantize(values: np.ndarray, grid: StoredGrid, axis: int) -> np.ndarray:
 
 def bits_of(kind: str) -> int:
     """Returns the bits of an integer type such as ``uint4``; 0 for another type."""
-    found = re.fullmatch(r"u?int(\d+)", kind)
-    return int(found[1]) if found else 0
+    match = re.fullmatch(r"u?int(\d+)", kind)
+    return int(match[1]) if match else 0
 
 
 def _broadcast(array: np.ndarray, grid: StoredGrid, axis: int) -> tuple[np.ndarray, np.ndarray]:
@@ -204,8 +204,8 @@ def _gather_nd(
 def _slice(
     node: OnnxNode, shape: tuple[int, ...], others: Sequence[np.ndarray | None], _: tuple[int, ...]
 ) -> tuple[Move, ...] | None:
-    given = dict(zip(("starts", "ends", "axes", "steps"), others, strict=False)) or node.attributes
-    lists = {key: np.reshape(own, -1).tolist() for key, own in given.items() if own is not None}
+    ends = dict(zip(("starts", "ends", "axes", "steps"), others, strict=False)) or node.attributes
+    lists = {key: np.reshape(own, -1).tolist() for key, own in ends.items() if own is not None}
     if "starts" not in lists or "ends" not in lists:
         return None
     starts = lists["starts"]

@@ -1,7 +1,7 @@
 """Rewrites the graph of a file before it is imported: cuts it at tensors, ties and joins nodes.
 
 PyTorch's exporter stores equal parameters once: ``Identity(l0.bias) -> l1.bias``. Vectors may be equal by
-chance, as biases of zeros are: each is a stored tensor of its own again, so that layers find their biases and
+chance, as biases of zeros are. Each is a stored tensor of its own again, so that layers find their biases and
 scales, and can learn apart. Equal matrices are tied, and stay one.
 
 Exporters write a linear layer on more than two axes as MatMul and Add, since Gemm takes matrices. Files for
@@ -102,10 +102,10 @@ def without_strings(graph: Graph, strings: Collection[str]) -> Graph:
     if not lost:
         nodes = tuple(node for node in graph.nodes if of_strings.isdisjoint(read_names(node.proto)))
         return dataclasses.replace(graph, nodes=nodes)
-    kept = [name for name in graph.outputs if name not in of_strings]
+    outputs = [name for name in graph.outputs if name not in of_strings]
     # A ZipMap makes dictionaries of a tensor, which MegEngine lacks, too.
-    kept = [results[n].inputs[0] if n in results and results[n].op == "ZipMap" else n for n in kept]
-    names = list(dict.fromkeys([*kept, *last]))
+    outputs = [results[n].inputs[0] if n in results and results[n].op == "ZipMap" else n for n in outputs]
+    names = list(dict.fromkeys([*outputs, *last]))
     cure = f"read the file by from_onnx(outputs={names}) (--outputs), and make the strings of what that gives"
     raise ImportingError(
         f"{first or lost[0]!r} holds strings, which MegEngine lacks, and output {lost[0]!r} is made of "
@@ -250,8 +250,8 @@ def _is_bias(node: OnnxNode, graph: Graph, readers: Counter[str]) -> bool:
 def find_scales_and_shifts(graph: Graph) -> frozenset[str]:
     """Returns the names of single floats that were learned.
 
-    These are the numbers of each product with a sum after it that both have names, and the factors and
-    summands that are initializers with the name of a layer's tensor.
+    These are the numbers of each product with a sum after it that both have names. Factors and summands that
+    are initializers with the name of a layer's tensor count, too.
 
     Args:
         graph: the graph; a product that is read elsewhere is no scale and shift.

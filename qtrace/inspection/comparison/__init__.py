@@ -59,8 +59,8 @@ def compare(
     Args:
         quantized: a calibrated module, prepared or converted; it is not changed.
         batches: inputs as for ``qtrace.calibrate``, best ones that were not used there.
-        float_model: the network as traced, or prepared from it; None for the graph itself in float, which is
-            another network where training, or an algorithm of ``ptq`` in ``calibrate``, has changed weights.
+        float_model: the network as traced, or prepared from it; None for the graph itself in float. That is
+            another network if training, or an algorithm of ``ptq`` in ``calibrate``, has changed weights.
         max_batches: the largest number of batches; None for all.
 
     Returns:

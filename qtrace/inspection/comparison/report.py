@@ -570,9 +570,9 @@ def _depth(decibels: float) -> float:
     return (_EXACT_DB - bounded) / _EXACT_DB * _HEIGHT
 
 
-def _tick(decibels: int) -> str:
+def _tick(decibels: float) -> str:
     y = _TOP + _depth(decibels)
     return (
-        f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{decibels}</text>'
+        f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{decibels:g}</text>'
         f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
     )

@@ -45,8 +45,8 @@ class Explanation(Displayed):
         native: group -> the layer of MegEngine's own quantization that its scale comes from.
         native_notes: a line for each scale of the model that was changed or is not used.
         sizes: which axes of the inputs are open, in words.
-        float16: which of the ops that stay float are in float16, and why others are not; None if the config
-            does not ask for it, or the graph is not calibrated.
+        float16: which of the ops that stay float are in float16, and why others are not. It is None if the
+            config does not ask for it, or the graph is not calibrated.
         of_file: name of a node -> its names in the ONNX file that the graph was imported from.
     """
 

@@ -520,8 +520,8 @@ def _predicted(placement: PlacementNote) -> str:
 
 def _placement_data(placement: PlacementNote) -> dict[str, Any]:
     """Returns the prediction for the whole graph as plain data."""
-    kept = {key: value for key, value in vars(placement).items() if key not in ("times", "reasons")}
-    return {**kept, "rows": [vars(row) for row in placement.rows]}
+    fields = {key: value for key, value in vars(placement).items() if key not in ("times", "reasons")}
+    return {**fields, "rows": [vars(row) for row in placement.rows]}
 
 
 def _wrap(line: str, width: int | None, indent: str) -> str:

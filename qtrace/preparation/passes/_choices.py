@@ -361,7 +361,7 @@ GIVEN = "the file"
 
 
 @dataclass(frozen=True)
-class Rounding:
+class RoundingChoice:
     """How the tensors of one sort are rounded.
 
     Attributes:
@@ -402,8 +402,8 @@ class Choice:
     """
 
     quantize: bool | None
-    activation: Rounding
-    weight: Rounding
+    activation: RoundingChoice
+    weight: RoundingChoice
     output: QScheme | None = None
     quantize_output: bool = True
     share: bool = False
@@ -501,8 +501,8 @@ def _default_choice(qconfig: QConfig, backend: Backend) -> Choice:
     fakequant = qconfig.effective_fakequant
     return Choice(
         None,
-        Rounding(activation, qconfig.activation_observer, fakequant),
-        Rounding(weight, qconfig.weight_observer, fakequant),
+        RoundingChoice(activation, qconfig.activation_observer, fakequant),
+        RoundingChoice(weight, qconfig.weight_observer, fakequant),
         placement=qconfig.effective_placement,
         method=qconfig.effective_method,
         method_origin=qconfig.place("method"),
@@ -530,12 +530,12 @@ def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
     choice = replace(
         old,
         quantize=old.quantize if rule.quantize is None else rule.quantize,
-        activation=Rounding(
+        activation=RoundingChoice(
             activation,
             (observers.activation if observers else None) or old.activation.observer,
             rule.fakequant or old.activation.fakequant,
         ),
-        weight=Rounding(
+        weight=RoundingChoice(
             weight,
             (observers.weight if observers else None) or old.weight.observer,
             rule.fakequant or old.weight.fakequant,

@@ -24,6 +24,7 @@ from qtrace.graph.interpreter import evaluate_fixed, fixed_nodes
 from qtrace.graph.passes import is_pure
 from qtrace.graph.types import CallFunction, Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
+from qtrace.numerics import GAP
 from qtrace.ops import OpCall, Role
 
 __all__ = ["INFINITE", "Infinity", "find_infinite", "infinity_of", "read_paddings"]
@@ -31,7 +32,6 @@ __all__ = ["INFINITE", "Infinity", "find_infinite", "infinity_of", "read_padding
 INFINITE = "it reads or writes NaN or a number that stands for infinity, for which no integer stands"
 
 _FOR_ALL, _UNLESS_CALCULATED, _FOR_ORDER = 1e8, 1e4, 50.0
-_GAP = 8.0  # between the numbers that stand for infinity and all others
 
 _MAXIMA = ("max", "max_pool2d", "adaptive_max_pool2d")
 _SATURATING = (
@@ -94,7 +94,7 @@ def infinity_of(values: Any, smallest: float = _UNLESS_CALCULATED) -> Infinity:
     far = sizes >= smallest
     if not far.any():
         return infinity
-    if sizes.max() < _FOR_ALL and sizes[~far].max(initial=0.0) * _GAP > sizes[far].min():
+    if sizes.max() < _FOR_ALL and sizes[~far].max(initial=0.0) * GAP > sizes[far].min():
         return infinity
     low = Infinity.LOW if (array[far] < 0).any() else Infinity.NONE
     return infinity | low | (Infinity.HIGH if (array[far] > 0).any() else Infinity.NONE)
@@ -145,12 +145,12 @@ def find_infinite(
         inputs: name of an input of the graph, or of a node that holds NaN -> its values in samples.
     """
     finder = _Finder(traced, calls)
-    found = finder.run(inputs or {})
+    infinities = finder.run(inputs or {})
     return {
         expr
         for expr in finder.order
         if expr in calls
-        if any(found.get(node) for node in (*calls[expr].inputs, *expr.outputs))
+        if any(infinities.get(node) for node in (*calls[expr].inputs, *expr.outputs))
     }
 
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from qtrace.costs import FLOAT, INTEGER, LOOKUP, PLAIN_MAX_POOL, CostTable, OpShape
+from qtrace.costs import FLOAT, INTEGER, LOOKUP, PLAIN_MAX_POOL, STEM_CHANNELS, CostTable, OpShape
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import shape_of, tensor_inputs, users
-from qtrace.onnxfile.local_session import STEM_CHANNELS, stays_blocked
+from qtrace.onnxfile.local_session import stays_blocked
 from qtrace.ops import OpCall, Role
 from qtrace.preparation.passes._choices import Choice
 from qtrace.preparation.passes._sites import Chains, output_choice
@@ -138,8 +138,6 @@ def op_shape(call: OpCall) -> OpShape:
         stored="scalar" in call.attrs or any(isinstance(n.expr, (Constant, GetAttr)) for n in call.inputs),
     )
 
-
-# The costs of a graph under its config: the time of each op and tensor, and their layouts, for `place`.
 
 _ONNX_OPS = {
     **{"max_pool2d": "MaxPool", "avg_pool2d": "AveragePool", "add": "Add", "mul": "Mul", "concat": "Concat"},

@@ -184,8 +184,8 @@ def output_choice(view: View, chain: Chain) -> Choice:
     first, last = view.choices[chain.head], view.choices[chain.tail]
     choice = last if last.rank > first.rank else first
     mixed = view.mixed
-    left = chain.output in mixed.results or chain.output in mixed.selecting.results
-    if left and choice.output is None:
+    stays_float = chain.output in mixed.results or chain.output in mixed.selecting.results
+    if stays_float and choice.output is None:
         return replace(choice, quantize_output=False)
     return choice
 
@@ -415,9 +415,9 @@ def tie_sites(view: View, chains: Chains, placement: Placement) -> Placement:
 
     ties = (rule(view, chains, placement) for rule in (_concatenated, _same_grids, _shared))
     for first, second in itertools.chain.from_iterable(ties):
-        kept, merged = root(first), root(second)
-        if kept and merged and kept != merged and placement.plan(kept) == placement.plan(merged):
-            parents[merged] = kept
+        tied, merged = root(first), root(second)
+        if tied and merged and tied != merged and placement.plan(tied) == placement.plan(merged):
+            parents[merged] = tied
     sites = {name: replace(s, group=root(name)) for name, s in placement.sites.items()}
     groups = {node: root(name) for node, name in placement.groups.items()}
     reads = {key: root(name) for key, name in placement.reads.items()}

@@ -137,8 +137,12 @@ class View:
     @cached_property
     def float_causes(self) -> dict[Expr, list[FloatCause]]:
         """Expr -> every cause that keeps it in float; each of them would be enough."""
-        found = {expr: causes for expr in self.order if (causes := self._find_causes(expr))}
-        return {**found, **self._unread_concats(found)} if self.backend.rounds_for_readers else found
+        float_causes = {expr: causes for expr in self.order if (causes := self._find_causes(expr))}
+        return (
+            {**float_causes, **self._unread_concats(float_causes)}
+            if self.backend.rounds_for_readers
+            else float_causes
+        )
 
     def _unread_concats(self, causes: Mapping[Expr, list[FloatCause]]) -> dict[Expr, list[FloatCause]]:
         """Finds the joins that no op on integers reads, moved or not: rounding would serve nothing."""

@@ -304,8 +304,6 @@ def _name(expr: Expr) -> str:
     return str(expr.outputs[0].name) if expr.outputs else f"%{expr._id}"
 
 
-# Absorbs constant factors and sums into the weights and biases of the layers around them.
-
 Statistics = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 

@@ -347,9 +347,6 @@ def _unrounded(
     return "its readers ask for different parameters: each rounds the result for itself"
 
 
-# Annotate: decides for every expr and tensor what is quantized, how, and why. It changes nothing.
-
-
 def annotate(
     traced: TracedModule, qconfig: QConfig, placing: Placing | None = None, mixed: MixedRanges | None = None
 ) -> Annotation:

@@ -185,9 +185,6 @@ def _may_give_its_input(expr: Expr) -> bool:
     return call is None or call.role not in _COMPUTING
 
 
-# Turns activation functions and norms that are written in pieces into one op, before anything is decided.
-
-
 def compose_pieces(traced: TracedModule, config: QConfig, rounded: Collection[str] = ()) -> PassResult:
     """Replaces the pieces of composites by one op, and ops that only their pieces quantize by the pieces.
 

@@ -214,9 +214,6 @@ def _delete_unread(model: TracedModule, before: list[Expr]) -> None:
             deleted.add(expr.name)
 
 
-# Convert: freezes a calibrated graph and records the quantization parameters on its nodes.
-
-
 @on_engine_thread
 def convert(prepared: TracedModule) -> TracedModule:
     """Returns a frozen copy of a calibrated module, ready to export.

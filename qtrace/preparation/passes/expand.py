@@ -213,9 +213,6 @@ def _bias_shape(call: OpCall) -> tuple[int, ...]:
     return (channels,) if call.kind == "linear" else (1, channels, *[1] * (len(call.inputs[0].shape) - 2))
 
 
-# Expands layers and fused modules to functions, so that weights and biases are nodes of the graph.
-
-
 def expand(traced: TracedModule) -> PassResult:
     """Replaces calls of layers and of MegEngine's fused modules by the functions that they call.
 

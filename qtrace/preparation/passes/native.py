@@ -158,9 +158,9 @@ def without_refitting(config: QConfig, located: Located) -> tuple[QConfig, tuple
     dropped = [spec.name for spec in entries if spec.name not in _KEPT_ALGORITHMS]
     if not dropped:
         return config, ()
-    kept = tuple(spec for spec in config.ptq or () if spec.name in _KEPT_ALGORITHMS)
+    algorithms = tuple(spec for spec in config.ptq or () if spec.name in _KEPT_ALGORITHMS)
     reason = "the weights were trained with the scales that the model brings, so it does not run"
-    return config.model_copy(update={"ptq": kept}), tuple(f"{name}: {reason}" for name in dropped)
+    return config.model_copy(update={"ptq": algorithms}), tuple(f"{name}: {reason}" for name in dropped)
 
 
 def without_changed_layers(located: Located, model: TracedModule) -> Located:

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from qtrace import costs as cost_tables
 from qtrace import ops
 from qtrace.config import QConfig, backends
 from qtrace.config.backends.base import Backend
 from qtrace.costs import CostTable
-from qtrace.costs import table as cost_tables
 from qtrace.errors import ConfigError
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.types import Expr, TracedModule

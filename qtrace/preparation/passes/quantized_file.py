@@ -26,7 +26,7 @@ from qtrace.numerics import expand_blocks
 from qtrace.ops import Role
 from qtrace.preparation.annotation import Annotation, Plan, Site, free_name
 from qtrace.preparation.model import QuantizedModel, QuantizedSite, Record, write_record
-from qtrace.preparation.passes._choices import GIVEN, Choice, Rounding
+from qtrace.preparation.passes._choices import GIVEN, Choice, RoundingChoice
 from qtrace.preparation.passes._sites import Chain, Chains, Placement, find_chains
 from qtrace.preparation.passes._view import INT_ROLES, read_view
 from qtrace.preparation.passes.annotate import write_notes
@@ -244,19 +244,21 @@ class FileRoundings:
         return self.labels.get(site, site)
 
 
-def decide(given: FileRoundings) -> Annotation:
-    """Returns the annotation with a site for each rounding of ``given``, and adds to its problems."""
-    return _Decider(given).run()
+def decide(roundings: FileRoundings) -> Annotation:
+    """Returns the annotation with a site for each rounding of ``roundings``, and adds to its problems."""
+    return _Decider(roundings).run()
 
 
 class _Decider:
     """Walks the graph forwards; each rounding becomes a site or is carried by an op that moves integers."""
 
-    def __init__(self, given: FileRoundings) -> None:
-        self.given, self.model = given, given.model
-        self.moves = read_view(self.model, given.config)
+    def __init__(self, roundings: FileRoundings) -> None:
+        self.file, self.model = roundings, roundings.model
+        self.moves = read_view(self.model, roundings.config)
         self.backend, self.calls, self.choices = self.moves.backend, self.moves.calls, self.moves.choices
-        self.schemes = Schemes([m.grid for marks in given.marks.values() for m in marks], given.parameters)
+        self.schemes = Schemes(
+            [m.grid for marks in roundings.marks.values() for m in marks], roundings.parameters
+        )
         self.placement = Placement()
         self.grids: dict[str, StoredGrid] = {}  # activation site -> its grid
         self.weights: dict[Expr, Site] = {}
@@ -271,7 +273,7 @@ class _Decider:
             if self.moves.carries(expr):
                 self._carry(expr)
             for node in expr.outputs:
-                if isinstance(expr, GetAttr) and expr.name in self.given.parameters:
+                if isinstance(expr, GetAttr) and expr.name in self.file.parameters:
                     self._place_constant(expr)
                 else:
                     self._place(node)
@@ -299,7 +301,7 @@ class _Decider:
             return
         factor = placement.factor_read(expr, source) * self.moves.scaling.get(expr, 1.0)
         for node in expr.outputs:
-            roots = [m for m in self.given.marks.get(node, ()) if m.parent is None]
+            roots = [m for m in self.file.marks.get(node, ()) if m.parent is None]
             if expr in self.moves.scaling and not all(
                 m.grid.equals(self.grids[group], factor) for m in roots
             ):
@@ -311,7 +313,7 @@ class _Decider:
 
     def _place(self, node: Node) -> None:
         """Places the roundings of a computed value or an input."""
-        marks = list(self.given.marks.get(node, ()))
+        marks = list(self.file.marks.get(node, ()))
         present = self.placement.groups.get(node, "")
         if present:
             factor = self.placement.factors.get(node, 1.0)
@@ -364,7 +366,7 @@ class _Decider:
 
     def _place_constant(self, expr: GetAttr) -> None:
         """Places the site of a stored tensor that ops read as a value, not as weight or bias."""
-        node, grid = expr.outputs[0], self.given.parameters[expr.name]
+        node, grid = expr.outputs[0], self.file.parameters[expr.name]
         users = [u for u in dict.fromkeys(node.users) if u in self.calls]
         readers = [u for u in users if node not in (self.calls[u].weight, self.calls[u].bias)]
         if not readers:
@@ -378,7 +380,7 @@ class _Decider:
         name = self._register(node.name, qparams, grid)
         plan = self._plan(scheme, self.choices.get(readers[0]))
         self.placement.sites[name] = Site(name, "activation", node.name, names, name, plan, static=True)
-        self.grids[name] = self.given.stored[name] = grid
+        self.grids[name] = self.file.stored[name] = grid
         self.placement.reads.update({(reader, node): name for reader in readers})
 
     # -- parameters -----------------------------------------------------------------------------------
@@ -411,16 +413,16 @@ class _Decider:
             axes = tuple(call.channel_axes) if per_channel else ()
             plan = self._plan(scheme, self.choices[layers[0]], weight=True)
             site = Site(name, "weight", node.name, names, name, plan, axes, static=True)
-            self.given.stored[name] = grid
+            self.file.stored[name] = grid
             self.weights.update(dict.fromkeys(layers, site))
-        for grid in self.given.parameters.values():
+        for grid in self.file.parameters.values():
             if grid.label not in used:
                 self._problem(grid, "is a parameter of a layer that qtrace does not quantize")
 
     def _stored_nodes(self) -> Iterator[tuple[TensorNode, StoredGrid]]:
         for expr in self.moves.order:
-            if isinstance(expr, GetAttr) and expr.name in self.given.parameters:
-                yield expr.outputs[0], self.given.parameters[expr.name]
+            if isinstance(expr, GetAttr) and expr.name in self.file.parameters:
+                yield expr.outputs[0], self.file.parameters[expr.name]
 
     def _biases(self) -> Iterator[Site]:
         for node, grid in self._stored_nodes():
@@ -433,7 +435,7 @@ class _Decider:
                     continue
                 name = free_name(node.name, self.names, self.moves.node_names)
                 self.names.add(name)
-                self.given.stored[name] = grid
+                self.file.stored[name] = grid
                 factor = self.placement.factor_read(layer, call.inputs[0])
                 yield Site(
                     name, "bias", node.name, (call.out.name,), name, None, (), True, group,
@@ -484,24 +486,21 @@ class _Decider:
     # -- common -----------------------------------------------------------------------------------------
 
     def _plan(self, scheme: QScheme, choice: Choice | None, weight: bool = False) -> Plan:
-        config = self.given.config
+        config = self.file.config
         observer = config.weight_observer if weight else config.activation_observer
         if choice is not None:
             observer = (choice.weight if weight else choice.activation).observer
-        return Rounding(scheme, observer, config.effective_fakequant).plan(scheme)
+        return RoundingChoice(scheme, observer, config.effective_fakequant).plan(scheme)
 
     def _register(self, preferred: str, qparams: QParams, grid: StoredGrid) -> str:
         name = free_name(preferred, self.names, self.moves.node_names)
         self.names.add(name)
-        self.given.qparams[name] = qparams
-        self.given.labels[name] = grid.label
+        self.file.qparams[name] = qparams
+        self.file.labels[name] = grid.label
         return name
 
     def _problem(self, grid: StoredGrid, reason: str) -> None:
-        self.given.problems.append(f"{grid.label} {reason}")
-
-
-# Sites that are given, as in a quantized file: a prepared, calibrated module without any data.
+        self.file.problems.append(f"{grid.label} {reason}")
 
 
 def quantize_as_file(traced: TracedModule, parameters: Mapping[str, StoredGrid]) -> TracedModule:
@@ -522,31 +521,31 @@ def quantize_as_file(traced: TracedModule, parameters: Mapping[str, StoredGrid])
     model = flatten(traced)
     expanded = expand(model)
     marks = take_marks(model)
-    given = FileRoundings(model, marks, parameters, config)
-    annotation = decide(given)
-    _refuse(given.problems)
+    roundings = FileRoundings(model, marks, parameters, config)
+    annotation = decide(roundings)
+    _refuse(roundings.problems)
     insert(model, annotation)
     check(model)
     log = (*expanded.changed, *(f"left: {reason}" for reason in expanded.left))
     write_record(model, Record("prepared", annotation, config.to_dict(), log))
     view = QuantizedModel(model, "prepared")
     for name, fake_quant in view.fake_quants.items():
-        fake_quant.set_qparams(given.qparams[name])
-    _refuse(_changed_integers(view, given))
+        fake_quant.set_qparams(roundings.qparams[name])
+    _refuse(_changed_integers(view, roundings))
     switch_phase("quantize", view)
     return model
 
 
-def _changed_integers(view: QuantizedModel, given: FileRoundings) -> list[str]:
+def _changed_integers(view: QuantizedModel, roundings: FileRoundings) -> list[str]:
     """Returns a sentence for each site whose parameters or integers are not the given ones."""
     problems = []
     for name, fake_quant in view.fake_quants.items():
-        if fake_quant.qparams() != given.qparams[name]:
-            problems.append(f"{given.label(name)} has a scale that is too small for float32 arithmetic")
-    stored = [site for site in view.sites if site.static and site.name in given.stored]
+        if fake_quant.qparams() != roundings.qparams[name]:
+            problems.append(f"{roundings.label(name)} has a scale that is too small for float32 arithmetic")
+    stored = [site for site in view.sites if site.static and site.name in roundings.stored]
     values = evaluate_fixed(view.module, (site.node for site in stored))
     for site in stored:
-        grid = given.stored[site.name]
+        grid = roundings.stored[site.name]
         if not _keeps(site, values[site.node].numpy(), grid):
             scales = "the product of the scales of input and weight" if site.sort == "bias" else "its scale"
             problems.append(f"{grid.label} has other integers when its values are divided by {scales}")

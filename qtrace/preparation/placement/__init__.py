@@ -8,5 +8,5 @@ price of time and noise, and a run of the graph with the others switched off mea
 (``placement/trials.py``). Three rows, fastest, balanced and float, are kept in the record. Switching off
 removes sites, by the annotation of the same graph for fewer ops on integers, and gives layers in float the
 weights of the network back. Nothing here reads a clock: times come from the packaged table of the kind of
-processor (``costs/table.py``).
+processor (``costs/``).
 """

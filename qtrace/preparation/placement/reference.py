@@ -159,10 +159,10 @@ class MeasuredRun:
 
     def _run(self, columns: Sequence[Node]) -> None:
         """Runs the graph on every batch, unless that tells nothing new; an error names the batch."""
-        kept = tuple(dict.fromkeys((*self.ends, *columns)))
-        if self._exact and all(node in self._exact[0] for node in kept):
+        measured = tuple(dict.fromkeys((*self.ends, *columns)))
+        if self._exact and all(node in self._exact[0] for node in measured):
             return
-        if not self._reads_ranges and (computed := self.compute(self.model, kept)) is not None:
+        if not self._reads_ranges and (computed := self.compute(self.model, measured)) is not None:
             self._exact = computed
             return
         graph = self.model.graph
@@ -170,7 +170,7 @@ class MeasuredRun:
         values = frozenset(n for n in nodes if is_float_tensor(n) and n not in self._fixed)
         values = values if self._reads_ranges else frozenset()
         with evaluating(self.model), quiet_engine(self.model):
-            statistics = RangeStatistics(self.model, kept, values)
+            statistics = RangeStatistics(self.model, measured, values)
             for index, inputs in enumerate(self.batches):
                 with translate_errors(self.model, (tuple(inputs[1:]), {}), index):
                     statistics.execute(inputs)

@@ -8,8 +8,8 @@ splines". A backward pass that begins with r gives J^T r at every value of the g
 all values and weights.
 
 The square of a whole product ``J^T r . d`` is right on average, but varies much over a few passes. The sum of
-the squares of its channels varies less, but is right only if the errors of the channels are uncorrelated, as
-rounding errors nearly are (Widrow, Kollar and Liu 1996, "Statistical theory of quantization"). The geometric
+the squares of its channels varies less, but is right only if the errors of the channels are uncorrelated.
+Rounding errors nearly are (Widrow, Kollar and Liu 1996, "Statistical theory of quantization"). The geometric
 mean of both was nearest to real rounding on trained networks.
 """
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import CalibrationError
+from qtrace.graph.kernels import PART_BYTES, STAGE_BYTES, read_array
 from qtrace.graph.stepping import Stepper, as_array
-from qtrace.graph.tensors import PART_BYTES, STAGE_BYTES, read_array
 from qtrace.graph.types import Expr, TensorNode
 from qtrace.graph.walk import exprs, get_module
 from qtrace.ops import OpCall

@@ -8,7 +8,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from megengine import Parameter
@@ -248,6 +248,9 @@ class LearnedRounding(CalibratedAlgorithm):
         seed: the seed of the drawn images and masks.
         samples: see `CalibratedAlgorithm`; with fewer samples the roundings overfit.
     """
+
+    after: ClassVar[tuple[str, ...]] = ("output_cosine",)
+    reason: ClassVar[str] = "roundings are chosen once, with scales that stay"
 
     samples: Annotated[Int, Field(ge=1)] = 256
     iterations: Annotated[Int, Field(gt=0)] = 1000

@@ -319,7 +319,7 @@ def files(converted: ConvertedGraph, path: Path, allow_float: Iterable[str] = ()
         converted: the graph of a converted module.
         path: the path of the dump.
         allow_float: kinds of layers, such as ``conv2d``, that compute in float, with weights that the graph
-            rounded: in any way, also one that MegEngine's int8 kernels cannot express.
+            rounded. It may do so in a way that MegEngine's int8 kernels cannot express.
 
     Raises:
         ExportError: when a site has another scheme than MegEngine's int8 kernels, naming it, or an op cannot

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -66,8 +67,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text)
 
 
-_LARGEST_SIZE = 2**63 - 1
-_SHOWN = 60  # characters of a value in a message
+_LARGEST_SIZE = int(np.iinfo(np.int64).max)
 
 
 class _Fields:
@@ -75,7 +75,7 @@ class _Fields:
 
     def __init__(self, item: Any, about: str) -> None:
         if not isinstance(item, dict):
-            raise GraphError(f"{about} is {_shown(item)}, not an object")
+            raise GraphError(f"{about} is {reprlib.repr(item)}, not an object")
         self.item, self.about = item, about
 
     def get(self, key: str, kind: type, items: type | None = None, default: Any = None) -> Any:
@@ -93,10 +93,10 @@ class _Fields:
         value = self.item.get(key, default)
         if value is None and key not in self.item:
             raise GraphError(f"{self.about} lacks {key!r}")
-        self._check(value, kind, f"has the {key} {_shown(value)}")
+        self._check(value, kind, f"has the {key} {reprlib.repr(value)}")
         if items is not None:
             for item in value.values() if kind is dict else value:
-                self._check(item, items, f"has {_shown(item)} in its {key}")
+                self._check(item, items, f"has {reprlib.repr(item)} in its {key}")
         return value
 
     def _check(self, value: Any, kind: type, problem: str) -> None:
@@ -108,11 +108,6 @@ class _Fields:
 _TENSOR = {"name": None, "alias": "", "dtype": None, "layout": ""}
 _Member = TypeVar("_Member", "MSCNode", "MSCPrim")
 _KINDS = {str: "text", int: "an integer", list: "a list", dict: "an object"}
-
-
-def _shown(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 BLOCK = "block"
@@ -626,7 +621,7 @@ class _Reader:
 
     def _read_node(self, fields: _Fields) -> None:
         name = fields.get("name", str)
-        fields.about = about = f"node {_shown(name)}"
+        fields.about = about = f"node {reprlib.repr(name)}"
         outputs = [
             self._tensor(t, f"output {i} of {about}") for i, t in enumerate(fields.get("outputs", list))
         ]
@@ -665,7 +660,7 @@ class _Reader:
         texts = {key: fields.get(key, str, default=default) for key, default in _TENSOR.items()}
         shape, prims = fields.get("shape", list, int), fields.get("prims", list, str, [])
         if any(not -1 <= size <= _LARGEST_SIZE for size in shape):
-            raise GraphError(f"{about} has the shape {_shown(shape)}: a size is -1, 0 or more")
+            raise GraphError(f"{about} has the shape {reprlib.repr(shape)}: a size is -1, 0 or more")
         if len(prims) not in (0, len(shape)):
             raise GraphError(f"{about} has {len(prims)} prims for {len(shape)} axes")
         if unknown := [p for p in prims if not p.isdecimal() and p not in self.prims]:

@@ -255,10 +255,10 @@ _RESHAPES = frozenset(_MOVES.split())
 
 def in_words_of_msc(op: DocumentOp, node: MSCNode) -> MSCNode:
     """Returns a node with MSC's type and attributes; a kind that MSC lacks keeps qtrace's words."""
-    found = find_kind(op.kind, node, op.attrs)
+    entry = find_kind(op.kind, node, op.attrs)
     optype, values = op.kind or op.label, op.attrs
-    if found is not None:
-        optype, values = found[0], found[1].written(node, op.attrs)
+    if entry is not None:
+        optype, values = entry[0], entry[1].written(node, op.attrs)
     texts = {key: _text(value) for key, value in values.items() if is_plain(value)}
     return replace(node, optype=optype, attrs=texts)
 

@@ -1,8 +1,8 @@
 """The types of MSC's ops in one table: names, attributes, defaults, and MegEngine's calls that compute them.
 
-The attributes are TVM's Relax attributes, as text in MSC's documents. The table serves both ways: a
-graph is written in these words, and an op of a document that says no call of its own is computed as its type
-and attributes say. What a document leaves out has TVM's default.
+The attributes are TVM's Relax attributes, as text in MSC's documents. The table serves both ways. A graph is
+written in these words. An op of a document without a call of its own is computed as its type and attributes
+say. What a document leaves out has TVM's default.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qtrace.targets.msc.document import MSCNode, MSCTensor
 
 __all__ = ["KINDS", "Calls", "Kind", "find_kind", "standard_calls"]
 
-_LAYOUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
+_LAYOUTS = {len(layout): layout for layout in ("NCW", "NCHW", "NCDHW")}
 _MODES = {"nearest": "nearest_neighbor", "bilinear": "linear", "bicubic": "cubic"}  # MegEngine's, TVM's
 _END = int(np.iinfo(np.int32).max)  # of a slice that goes as far as the axis
 _MISSING = object()

@@ -116,9 +116,9 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 def _pow(w: NcnnWriter, call: OpCall) -> None:
     """Writes a power as products, or with a root, where the base may be 0 or negative.
 
-    ncnn's own takes a logarithm: 2.4e38 for 0 and for negative numbers (1.0.20261020, measured). Its
-    square root is right for both, and with ``root`` for powers of x: x ** 1.7 = root * x ** 1.2, and
-    x ** -1.7 = x ** -1.2 / root. A negative power of 0 is NaN, as each division by 0 is in ncnn.
+    ncnn's own takes a logarithm: 2.4e38 for 0 and for negative numbers (1.0.20261020, measured). Its square
+    root is right for both, and makes powers of x: ``x ** 1.7 = root * x ** 1.2``, and ``x ** -1.7 = x ** -1.2
+    / root``. A negative power of 0 is NaN, as each division by 0 is in ncnn.
     """
     exponent = call.attrs.get("scalar")
     if exponent is not None and call.attrs["side"] == "left" and exponent > 0:
@@ -203,10 +203,10 @@ def _reduced(w: NcnnWriter, call: OpCall, operation: int, axes: Sequence[int], k
     # 5: the axes are counted in a sample.
     params = {0: operation, 1: 0, ARRAY - 3: places, 4: int(keeps_axes), 5: 1}
     dims = [1 if n in places else size for n, size in enumerate(w.dims(x))]
-    kept = dims if keeps_axes else [size for n, size in enumerate(dims) if n not in places] or [1]
-    same = tuple(kept) == w.dims(call.out)
+    reduced = dims if keeps_axes else [size for n, size in enumerate(dims) if n not in places] or [1]
+    same = tuple(reduced) == w.dims(call.out)
     top = call.out.name if same else w.fresh(call.out.name)
-    w.put(call.out, w.layer("Reduction", [w.name(x)], top, params), kept)
+    w.put(call.out, w.layer("Reduction", [w.name(x)], top, params), reduced)
 
 
 def _norm_axes(call: OpCall) -> tuple[list[int], int]:
@@ -269,7 +269,7 @@ def files(converted: ConvertedGraph, path: Path, allow_float: Iterable[str] = ()
         converted: the graph of a converted module.
         path: the path of the ``.param``; the weights get the suffix ``.bin``.
         allow_float: kinds of layers, such as ``conv2d``, that compute in float, with weights that the graph
-            rounded: in any way, also one that ncnn's int8 layers cannot express.
+            rounded. It may do so in a way that ncnn's int8 layers cannot express.
 
     Raises:
         ExportError: when ncnn cannot express a node or it rounds in another way, naming it.
@@ -471,7 +471,7 @@ def _check(site: str, scheme: QScheme, bits: int, otherwise: str = "") -> None:
 
 
 _LAYERS = ("Convolution", "ConvolutionDepthWise", "Deconvolution", "DeconvolutionDepthWise", "InnerProduct")
-_ACTIVATION, _INT8 = 9, 8
+_ACTIVATION, _INT8 = 9, 8  # ncnn's numbers of a layer's parameters
 
 
 def fuse_activations(layers: list[NcnnLayer], outputs: set[str]) -> list[NcnnLayer]:

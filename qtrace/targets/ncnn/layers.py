@@ -19,10 +19,6 @@ __all__ = ["LAYERS", "NORMS"]
 Emitter = Callable[[NcnnWriter, OpCall], None]
 
 
-def _bias(w: NcnnWriter, call: OpCall) -> np.ndarray | None:
-    return None if call.bias is None else w.stored(call.bias, "bias").reshape(-1)
-
-
 def _input(w: NcnnWriter, call: OpCall, rows: int = 0) -> tuple[str, Weight | None, np.ndarray]:
     """Returns a layer's input blob, its weight if the layer computes on 8 bits, and the weight's numbers.
 
@@ -56,9 +52,9 @@ def _parts(
     w: NcnnWriter, call: OpCall, value: np.ndarray, weight: Weight | None, channels: slice
 ) -> list[bytes]:
     """Returns the parts of the ``.bin`` for some output channels of a layer: weight, bias and scales."""
-    bias = _bias(w, call)
+    bias = [] if call.bias is None else [w.stored(call.bias, "bias").reshape(-1)]
     parts = [tagged(value[channels]) if weight is None else integers(value[channels])]
-    parts += [] if bias is None else [floats(bias[channels])]
+    parts += [floats(vector[channels]) for vector in bias]
     if weight is None:
         return parts
     scale = scale_of(weight, len(value))[channels]
@@ -139,39 +135,29 @@ def _matmul(w: NcnnWriter, call: OpCall) -> None:
         shape = [1] * max(ranks) + [int(n) for n in node.shape]
         blobs.append(w.view(node, shape[-axes:]))
     if call.attrs["transpose_a"]:
-        swapped = {2: 1, 3: 1, 4: 1}[axes]  # the last two axes, whatever is in front
-        blobs[0] = w.layer("Permute", [blobs[0]], w.fresh(call.out.name), {0: swapped})
+        # 1: the last two axes, whatever is before them.
+        blobs[0] = w.layer("Permute", [blobs[0]], w.fresh(call.out.name), {0: 1})
     flipped = int(call.attrs["transpose_b"])
     result = [1] * axes + [int(n) for n in call.out.shape]
     top = call.out.name if tuple(result[-axes:]) == out else w.fresh(call.out.name)
     w.put(call.out, w.layer("MatMul", blobs, top, {0: flipped}), result[-axes:])
 
 
-def _conv1d(w: NcnnWriter, call: OpCall) -> None:
-    """Writes a convolution of sequences, in float; ncnn's blobs of them have channels and length."""
+def _float_conv(w: NcnnWriter, call: OpCall) -> None:
+    """Writes a convolution of sequences or of volumes, in float."""
+    groups, axes = call.attrs.get("groups", 1), len(call.attrs["stride"])
     value = w.stored(call.weight, "weight")
-    (stride,), (padding,), (dilation,) = (call.attrs[n] for n in ("stride", "padding", "dilation"))
-    params = {0: len(value), 1: value.shape[-1], 2: dilation, 3: stride, 4: padding}
-    params.update({5: int(call.bias is not None), 6: value.size})
-    w.shape(call.inputs[0])
-    w.emit("Convolution1D", call, params, _parts(w, call, value, None, slice(None)))
-
-
-def _conv3d(w: NcnnWriter, call: OpCall) -> None:
-    """Writes a convolution of volumes, in float."""
-    groups = call.attrs["groups"]
-    value = w.stored(call.weight, "weight")
-    value = value.reshape(-1, *value.shape[-4:])
+    value = value.reshape(-1, *value.shape[-axes - 1 :])
     params: dict[int, Any] = {0: len(value)}
-    for place, axis in enumerate((2, 1, 0)):  # width, height, depth
-        params[1 + 10 * place] = value.shape[2 + axis]
+    for place in range(axes):  # width, height, depth
+        params[1 + 10 * place] = value.shape[-1 - place]
         for key, name in ((2, "dilation"), (3, "stride"), (4, "padding")):
-            params[key + 10 * place] = call.attrs[name][axis]
+            params[key + 10 * place] = call.attrs[name][-1 - place]
     params.update({5: int(call.bias is not None), 6: value.size})
     if groups > 1:
         params[7] = groups
     w.shape(call.inputs[0])
-    kind = "Convolution3D" if groups == 1 else "ConvolutionDepthWise3D"
+    kind = f"Convolution{'DepthWise' if groups > 1 else ''}{axes}D"
     w.emit(kind, call, params, _parts(w, call, value, None, slice(None)))
 
 
@@ -261,8 +247,7 @@ def _interpolate(w: NcnnWriter, call: OpCall) -> None:
 LAYERS: dict[str, Emitter] = {
     "conv2d": _conv,
     "conv_transpose2d": _transposed,
-    "conv1d": _conv1d,
-    "conv3d": _conv3d,
+    **dict.fromkeys(("conv1d", "conv3d"), _float_conv),
     "linear": _linear,
     "matmul": _matmul,
     "embedding": _embedding,
@@ -345,14 +330,9 @@ def _rms_norm(w: NcnnWriter, call: OpCall) -> None:
     _by_rows(w, call, "RMSNorm", params, parts, size)
 
 
-def _channels(w: NcnnWriter, call: OpCall) -> tuple[list[int], tuple[int, ...]]:
-    """Returns the shape of a sample, and the axes of the blob by which a norm by channels reads it."""
-    shape = w.shape(call.inputs[0])
-    return shape, (shape[0], 1, prod(shape[1:])) if len(shape) != 3 else tuple(shape)
-
-
 def _group_norm(w: NcnnWriter, call: OpCall) -> None:
-    (channels, *_), dims = _channels(w, call)
+    channels, *sizes = w.shape(call.inputs[0])
+    dims = (channels, *sizes) if len(sizes) == 2 else (channels, 1, prod(sizes))
     parts = _affine(w, call, channels)
     eps, affine = float(call.attrs["eps"]), int(bool(parts))
     kind, params = "InstanceNorm", {0: channels, 1: eps, 2: affine}

@@ -38,8 +38,7 @@ def _reshape(w: NcnnWriter, call: OpCall) -> None:
     """Reshapes to the shape for one sample."""
     x, dims = call.inputs[0], w.dims(call.out)
     if len(dims) > 4:
-        own = w.packed.get(x, w.dims(x))
-        w.put(call.out, w.view(x, own), own)
+        _identity(w, call)
         return
     w.names[call.out] = w.reshape(w.view(x, w.packed.get(x, w.dims(x))), dims, call.out.name)
 
@@ -134,7 +133,6 @@ class _Part:
         size = self.sizes[axis]
         if list(positions) == list(range(size)):
             return
-        before, behind = self._around(axis)
         if not len(positions):
             raise ExportError("it picks nothing, and ncnn lacks empty blobs: leave it out")
         steps = set(np.diff(positions))
@@ -144,7 +142,6 @@ class _Part:
         else:
             self._runs(axis, positions)
         self.sizes[axis] = len(positions)
-        assert prod(self.dims) == before * len(positions) * behind
 
     def _runs(self, axis: int, positions: Sequence[int]) -> None:
         """Cuts out runs of positions that follow each other, and joins them."""
@@ -313,12 +310,11 @@ def _fill(
     base, ((axis, cut), *others) = call.out.name, cuts
     before, size, behind = prod(sizes[:axis]), sizes[axis], prod(sizes[axis + 1 :])
     source = w.reshape(source, (before, size, behind), w.fresh(base))
-    middle = value
     inside = [len(cut) if n == axis else size for n, size in enumerate(sizes)]
     if others:
         part = _crop(w, source, [(1, cut.start, cut.stop)], base)
-        middle = _fill(w, call, part, value, inside, others)
-    parts = [w.reshape(middle, (before, len(cut), behind), w.fresh(base))]
+        value = _fill(w, call, part, value, inside, others)
+    parts = [w.reshape(value, (before, len(cut), behind), w.fresh(base))]
     if cut.start:
         parts.insert(0, _crop(w, source, [(1, 0, cut.start)], base))
     if cut.stop < size:
@@ -343,21 +339,13 @@ def _split(w: NcnnWriter, call: OpCall) -> None:
         start += size
 
 
-def _concat(w: NcnnWriter, call: OpCall) -> None:
-    axis = call.attrs["axis"] % len(_sizes(call.out))
-    _join(w, call, [(n, _sizes(n)) for n in call.attrs["parts"]], axis)
-
-
-def _stack(w: NcnnWriter, call: OpCall) -> None:
-    axis = call.attrs["axis"] % len(_sizes(call.out))
-    parts = [(n, _sizes(n)) for n in call.attrs["parts"]]
-    _join(w, call, [(n, [*sizes[:axis], 1, *sizes[axis:]]) for n, sizes in parts], axis)
-
-
-def _join(w: NcnnWriter, call: OpCall, parts: Sequence[tuple[TensorNode, list[int]]], axis: int) -> None:
+def _join(w: NcnnWriter, call: OpCall) -> None:
     """Joins parts along an axis; what lies before and after it is one axis each where there are too many."""
     out = _sizes(call.out)
-    if any(w.samples.holds(n, a) for n, a in [(call.out, axis)]):
+    axis, new = call.attrs["axis"] % len(out), [1] if call.kind == "stack" else []
+    shapes = ((n, _sizes(n)) for n in call.attrs["parts"])
+    parts = [(n, [*sizes[:axis], *new, *sizes[axis:]]) for n, sizes in shapes]
+    if w.samples.holds(call.out, axis):
         raise ExportError("it works along the batch, which ncnn does not see: use another axis")
     dropped = len(out) - len(w.dims(call.out))
     if axis < dropped:
@@ -386,28 +374,16 @@ def _tiled(w: NcnnWriter, call: OpCall, sizes: Sequence[int], times: Sequence[in
     w.put(call.out, blob, [n * t for n, t in zip(dims, repeats, strict=True)])
 
 
-def _no_samples(w: NcnnWriter, call: OpCall, times: Sequence[int]) -> None:
-    """Refuses to repeat samples."""
-    rank = len(_sizes(call.out))
-    repeated = (a for a, n in enumerate(times) if n > 1)
-    if any(w.samples.holds(call.out, a) for a in repeated) or len(times) != rank:
-        raise ExportError("it repeats samples of the batch, which ncnn does not see: use another axis")
-
-
-def _broadcast_to(w: NcnnWriter, call: OpCall) -> None:
+def _tile(w: NcnnWriter, call: OpCall) -> None:
+    """Repeats the input to the shape of the result, whose axes are multiples of the input's."""
+    for count in call.attrs.get("reps", ()):
+        _fixed(w, count)  # refuses what is computed from values
     out, sizes = _sizes(call.out), _sizes(call.inputs[0])
     sizes = [1] * (len(out) - len(sizes)) + sizes
     times = [o // n for o, n in zip(out, sizes, strict=True)]
-    _no_samples(w, call, times)
+    if any(w.samples.holds(call.out, a) for a, n in enumerate(times) if n > 1):
+        raise ExportError("it repeats samples of the batch, which ncnn does not see: use another axis")
     _tiled(w, call, sizes, times)
-
-
-def _tile(w: NcnnWriter, call: OpCall) -> None:
-    times = [int(_fixed(w, r)) for r in call.attrs["reps"]]
-    sizes, rank = _sizes(call.inputs[0]), len(_sizes(call.out))
-    times = [1] * (rank - len(times)) + times
-    _no_samples(w, call, times)
-    _tiled(w, call, [1] * (rank - len(sizes)) + sizes, times)
 
 
 def _repeat(w: NcnnWriter, call: OpCall) -> None:
@@ -451,9 +427,8 @@ def _pad(w: NcnnWriter, call: OpCall) -> None:
     if samples or w.dims(call.inputs[0]) != tuple(n - sum(pair) for n, pair in zip(dims, own, strict=True)):
         raise ExportError("it pads the batch, which ncnn does not see: use another axis")
     (top, bottom), (left, right) = ((0, 0), *own)[-2:] if len(own) == 1 else own[-2:]
-    params = {0: top, 1: bottom, 2: left, 3: right, 4: mode}
     value = min(max(float(call.attrs["value"]), -_LARGEST), _LARGEST)  # ncnn reads no infinity
-    params[5] = value
+    params = {0: top, 1: bottom, 2: left, 3: right, 4: mode, 5: value}
     if any(channels):
         params.update({7: channels[0], 8: channels[1]})
     w.emit("Padding", call, params, everywhere=True)
@@ -471,11 +446,9 @@ MOVES: dict[str, Emitter] = {
     **dict.fromkeys(("identity", "dropout"), _identity),
     "getitem": _getitem,
     "setitem": _setitem,
-    "concat": _concat,
-    "stack": _stack,
+    **dict.fromkeys(("concat", "stack"), _join),
     "split": _split,
-    "broadcast_to": _broadcast_to,
-    "tile": _tile,
+    **dict.fromkeys(("broadcast_to", "tile"), _tile),
     "repeat": _repeat,
     "roll": _roll,
     "pad": _pad,

@@ -1,8 +1,8 @@
 """ncnn's calibration table for ncnn2int8: the scales of all weights by layer, then the scales of all inputs.
 
 A scale is the inverse of qtrace's: integers per unit. A weight has one for each output channel, in a
-convolution in groups for each group (ncnn, tools/quantize/ncnn2int8.cpp). ncnn quantizes only the inputs
-of convolutions and inner products. A site anywhere else is refused.
+convolution in groups for each group (ncnn, tools/quantize/ncnn2int8.cpp). Only the inputs of convolutions and
+inner products are quantized by ncnn. A site anywhere else is refused.
 """
 
 from __future__ import annotations

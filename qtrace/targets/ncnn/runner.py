@@ -40,15 +40,12 @@ def read_blobs(path: Path) -> tuple[list[str], list[str], list[str]]:
     if magic.strip() != "7767517":
         raise ExportError(f"{path} is not an ncnn net: it does not begin with 7767517.")
     inputs, tops, integers, read = [], [], [], set()
-    for line in lines:
-        kind, _, bottoms, count, *words = line.split()
-        first = int(bottoms)
-        read.update(words[:first])
-        outputs = words[first : first + int(count)]
+    for kind, bottoms, outputs, params in map(_read_layer, lines):
+        read.update(bottoms)
         tops += outputs
         if kind == "Input":
             inputs += outputs
-        elif kind == _ROUNDING or any(word in _INTEGER for word in words):
+        elif kind == _ROUNDING or not params.isdisjoint(_INTEGER):
             integers += outputs
     return inputs, [t for t in tops if t not in read and t not in integers], integers
 
@@ -62,19 +59,23 @@ def read_index_inputs(path: Path) -> list[str]:
     inputs: set[str] = set()
     sources: dict[str, list[str]] = {}
     read: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines()[2:]:
-        kind, _, bottoms, tops, *words = line.split()
-        first = int(bottoms)
-        outputs = words[first : first + int(tops)]
-        sources.update(dict.fromkeys(outputs, words[:first]))
+    for kind, bottoms, outputs, _ in map(_read_layer, path.read_text(encoding="utf-8").splitlines()[2:]):
+        sources.update(dict.fromkeys(outputs, bottoms))
         inputs.update(outputs if kind == "Input" else ())
-        read += words[:first] if kind == "Embed" else []
-    found: list[str] = []
+        read += bottoms if kind == "Embed" else []
+    indices: list[str] = []
     for blob in read:  # it may be copied or get other axes on the way
         while blob not in inputs and len(sources[blob]) == 1:
             (blob,) = sources[blob]
-        found += [blob] if blob in inputs else []
-    return list(dict.fromkeys(found))
+        indices += [blob] if blob in inputs else []
+    return list(dict.fromkeys(indices))
+
+
+def _read_layer(line: str) -> tuple[str, list[str], list[str], set[str]]:
+    """Returns the kind, the bottoms, the tops and the parameters of a layer."""
+    kind, _, bottoms, tops, *words = line.split()
+    first, last = int(bottoms), int(bottoms) + int(tops)
+    return kind, words[:first], words[first:last], {*words[last:]}
 
 
 class NcnnRunner:

@@ -1,7 +1,7 @@
 """Runs an ncnn net, ``.param`` and ``.bin``, in ncnn's Python package, with the integers of all roundings.
 
-ncnn checks little of a net and of the sizes of its inputs, so that it runs in a child: if it reads what is
-not there, the caller lives.
+ncnn checks little of a net and of the sizes of its inputs. It runs in a child: if it reads what is not there,
+the caller lives.
 """
 
 from __future__ import annotations

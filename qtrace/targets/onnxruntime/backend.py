@@ -69,4 +69,5 @@ BACKEND = Backend(
     weight_only=frozenset(["linear", "conv1d", "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"]),
     contrib_weights=True,
     slower=_slower,
+    cures=frozenset({"held_floats", "columns", "float_maxima", "unsigned_weights"}),
 )

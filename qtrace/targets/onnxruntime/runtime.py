@@ -1,7 +1,7 @@
 """Runs an ONNX file in onnxruntime, with all its integer tensors as outputs.
 
-It runs in this process, unlike LiteRT and ncnn. onnxruntime raises an exception for what it cannot load or
-run: none of 150 files with bytes changed at random ended the process. A child would cost 0.4 s each time.
+It runs in this process, unlike LiteRT and ncnn. An exception says what onnxruntime cannot load or run: none
+of 150 files with bytes changed at random ended the process. A child would cost 0.4 s each time.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ class OnnxSession(ExposedSession):
 
     def infer(self, file: Any, inputs: list[np.ndarray]) -> list[np.ndarray]:
         """Returns all outputs of a session."""
-        values: list[np.ndarray] = file.run(
-            None, dict(zip(self.input_names, as_declared(inputs, self._types), strict=True))
-        )
+        feeds = dict(zip(self.input_names, as_declared(inputs, self._types), strict=True))
+        values: list[np.ndarray] = file.run(None, feeds)
         return values
 
 

@@ -9,8 +9,8 @@ A zero point other than 0 makes a padded convolution take up to twice as long, a
 longer (measured with AMX). The parts of a concat that have scales of their own are rounded again, one by one.
 A labelling without both is measured with the others.
 
-3-D convolutions stay in float: on integers they are 0.6 to 1.7 times as fast (2026.4.1, AMX, six shapes),
-and a file with a grouped one does not load.
+3-D convolutions stay in float: on integers they are 0.6 to 1.7 times as fast (2026.4.1, AMX, six shapes). A
+file with a grouped one does not load.
 """
 
 from __future__ import annotations
@@ -54,4 +54,5 @@ BACKEND = Backend(
     cost_table="openvino",
     runtime="openvino",
     slower=_slower,
+    cures=frozenset({"held_forks", "biases_apart", "unsigned_weights", "unsigned_in_float"}),
 )

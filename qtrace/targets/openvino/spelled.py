@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from ml_dtypes import iinfo
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
 from qtrace.onnxfile.model import OnnxEditor
 
 __all__ = ["spell_out_roundings"]
 
-# TensorProto.DataType -> the smallest and the largest integer.
-_RANGES = {2: (0, 255), 3: (-128, 127), 4: (0, 65535), 5: (-32768, 32767), 21: (0, 15), 22: (-8, 7)}
+_TYPES = [TensorProto.DataType.Value(f"{sign}INT{bits}") for sign in ("", "U") for bits in (4, 8, 16)]
 
 
 def spell_out_roundings(model: Any) -> None:
@@ -70,10 +70,8 @@ class _Speller(OnnxEditor):
         source, (target,) = node.input[0], node.output
         scale, zero = self._parameters(node)
         kind = self.stored[node.input[2]].data_type if len(node.input) > 2 else 2
-        ends = [
-            self.store(f"{target}_{name}", np.float32(number))
-            for name, number in zip(("low", "high"), _RANGES[kind], strict=True)
-        ]
+        limits = iinfo(helper.tensor_dtype_to_np_dtype(kind))
+        ends = [self.store(f"{target}_{end}", np.float32(getattr(limits, end))) for end in ("min", "max")]
         names = ("scaled", "rounded", "shifted")
         scaled, rounded, shifted = (self.fresh(f"{target}_{name}") for name in names)
         self.replace(
@@ -106,7 +104,7 @@ class _Speller(OnnxEditor):
         """Keeps a node; one that moves integers has float results, and reads stored integers as floats."""
         if self.floats.intersection(node.input) and node.op_type not in ("Cast", "Shape"):
             for index, name in enumerate(node.input):
-                if name in self.stored and self.stored[name].data_type in _RANGES:
+                if name in self.stored and self.stored[name].data_type in _TYPES:
                     node.input[index] = self._as_floats(name)
             self.floats.update(node.output)
 

@@ -6,7 +6,6 @@ from onnx import TensorProto
 
 from qtrace.extras.contracts import graph_rules, quantizer_rules, tensor_rules
 from qtrace.extras.contracts.base import Contract
-from qtrace.extras.contracts.quantizer_rules import ONNX_OPERATORS, scale_rules
 
 __all__ = ["CONTRACT"]
 
@@ -39,8 +38,8 @@ CONTRACT = Contract(
     title="QNN on the Hexagon tensor processor",
     rules=(
         graph_rules.no_integer_ops(_QNN),
-        quantizer_rules.native_wide_types(ONNX_OPERATORS),
-        *scale_rules(ONNX_OPERATORS, _QNN),
+        quantizer_rules.native_wide_types(quantizer_rules.ONNX_OPERATORS),
+        *quantizer_rules.scale_rules(quantizer_rules.ONNX_OPERATORS, _QNN),
         tensor_rules.weight_axis(_QNN_TOOL),
         tensor_rules.weights_per_tensor(_QNN_TOOL, "MatMul"),
         tensor_rules.weight_bits(_QNN_TOOL, "MatMul"),

@@ -8,7 +8,6 @@ from onnx import TensorProto
 
 from qtrace.extras.contracts import graph_rules, quantizer_rules, tensor_rules
 from qtrace.extras.contracts.base import CPU, Contract
-from qtrace.extras.contracts.quantizer_rules import ONNX_OPERATORS, scale_rules
 
 __all__ = ["CONTRACT", "XINT8_CONTRACT"]
 
@@ -27,8 +26,8 @@ CONTRACT = Contract(
     title="Ryzen AI, A8W8 and A16W8",
     rules=(
         graph_rules.no_integer_ops(_RYZEN),
-        quantizer_rules.native_wide_types(ONNX_OPERATORS),
-        *scale_rules(ONNX_OPERATORS, _RYZEN),
+        quantizer_rules.native_wide_types(quantizer_rules.ONNX_OPERATORS),
+        *quantizer_rules.scale_rules(quantizer_rules.ONNX_OPERATORS, _RYZEN),
         tensor_rules.symmetric_weights(_QUARK),
         tensor_rules.quantized_weights(_QUARK, per_tensor=("MatMul", "Gemm")),
         quantizer_rules.activation_types(_QUARK, TensorProto.INT8, TensorProto.INT16),
@@ -54,7 +53,7 @@ XINT8_CONTRACT = replace(
     rules=(
         graph_rules.no_integer_ops(_RYZEN),
         graph_rules.no_other_domains(_RYZEN),
-        *scale_rules(ONNX_OPERATORS, _RYZEN),
+        *quantizer_rules.scale_rules(quantizer_rules.ONNX_OPERATORS, _RYZEN),
         tensor_rules.symmetric_weights(_QUARK),
         tensor_rules.quantized_weights(_QUARK, per_tensor=("MatMul", "Gemm", "Conv", "ConvTranspose")),
         quantizer_rules.activation_types(_QUARK, TensorProto.INT8),

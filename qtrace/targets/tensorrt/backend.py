@@ -3,8 +3,8 @@
 Every zero point is 0; a scale is the largest magnitude divided by 127. Ties go to the even integer. The
 export has what TensorRT's parser and its own quantization tool agree on:
 
-- A tensor is rounded where an op on integers reads it, so nothing is rounded between a layer and the
-  functions after it, which its kernel computes in float.
+- A tensor is rounded where an op on integers reads it. Nothing is rounded between a layer and the functions
+  after it, which its kernel computes in float.
 - The sum of a convolution and a residual input is one kernel: only the residual input is rounded.
 - Biases are floats: an int32 DequantizeLinear does not parse.
 - The inputs of a concatenation share one scale: only then is it a copy.

@@ -109,12 +109,12 @@ class _Operators:
         ]
         apart = self.apart(corners, label) if heads.classes > 1 else corners
         chosen = self.writer.tensor(f"{NMS}_chosen", [choice.limit], np.int32)
-        kept = self.writer.tensor("detection_scores", [choice.limit])
+        written = self.writer.tensor("detection_scores", [choice.limit])
         number = self.writer.tensor("detection_count", [], np.int32)
         self.writer.op(
             "NON_MAX_SUPPRESSION_V5",
             [apart, best, *settings],
-            [chosen, kept, number],
+            [chosen, written, number],
             "NonMaxSuppressionV5Options",
         )
         gathered, labels = (
@@ -126,7 +126,7 @@ class _Operators:
                 (label, "detection_classes", [choice.limit]),
             )
         )
-        return [(tensor.name, tensor) for tensor in (gathered, kept, labels, number)]
+        return [(tensor.name, tensor) for tensor in (gathered, written, labels, number)]
 
     def add(
         self, code: str, inputs: Any, name: str, shape: Any, dtype: Any = np.float32, **options: Any
@@ -345,9 +345,9 @@ class Exporter:
             b.float_ops.append(OpInFloat(outputs[-1][0], "nms", "boxes are chosen in float"))
         if self.graph.sites:  # else the whole file is float
             _log_floats(b.float_ops)
-        kept = b.writer.prune([t for _, t in outputs])
+        written = b.writer.prune([t for _, t in outputs])
         free = self.batch if self._is_open() else None
-        metadata = {"qtrace": self._metadata(kept, free is not None)}
+        metadata = {"qtrace": self._metadata(written, free is not None)}
         return b.writer.finish(inputs, outputs, metadata, f"qtrace {version('qtrace')}", free)
 
     def _is_open(self) -> bool:

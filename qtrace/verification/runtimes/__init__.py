@@ -9,7 +9,7 @@ import importlib.util
 from pathlib import Path
 
 from qtrace.config import backends
-from qtrace.errors import ExportError, install
+from qtrace.errors import ConfigError, ExportError, install
 from qtrace.onnxfile.kernels import products_are_wrong, products_saturate
 from qtrace.plugins import ObjectPlugins
 from qtrace.runtimes.host import RuntimeHost
@@ -111,9 +111,10 @@ def runs_optimized(runtime: Runtime, backend: str) -> bool:
 
 
 def _is_written_for_onnxruntime(backend: str) -> bool:
-    from qtrace.export.onnx.whole_columns import TARGETS
-
-    return backend in TARGETS
+    try:
+        return "held_floats" in backends.get(backend).cures
+    except ConfigError:  # of another tool
+        return False
 
 
 def _runtime_of(backend: str) -> Runtime | None:

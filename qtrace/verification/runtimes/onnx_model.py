@@ -40,9 +40,8 @@ class Exposed:
         kinds: the ops of the nodes that select.
         folder: the folder of the external tensors that ``data`` refers to; None without such tensors.
         graph_hash: the hash of the exported graph; "" where the file does not store it.
-        deployed: the serialized model without the integers as outputs if it is not the file as it is, because
-            it is verified without the preprocessing in the file, or selects, and its places are outputs that
-            follow its own. Else b"".
+        deployed: the serialized model without the integers as outputs if it is not the file as it is. It
+            differs if the file preprocesses, or selects: places are outputs that follow its own. Else b"".
         fixed_samples: input -> the size of its first axis, where the file fixes that.
         float16: the ops of the graph that the file has in float16.
     """

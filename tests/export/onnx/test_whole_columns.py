@@ -176,7 +176,7 @@ def test_the_processor_decides(
     assert ("Slice" in kinds) is changed
     assert ("columns of zeros" in caplog.text) is changed
     assert ("wrong on processors with AMX" in caplog.text) is (backend != "qnn" and not here)
-    other = "The file is for qnn; to run it in onnxruntime here, export with amx=true."
+    other = "The file is for another runtime; to run it in onnxruntime here, export with amx=true."
     assert (other in caplog.text) is (backend == "qnn")
 
 

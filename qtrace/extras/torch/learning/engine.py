@@ -34,7 +34,7 @@ from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.interpreter import Interpreter, interpret
-from qtrace.graph.tensors import MAX_RANK
+from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import exprs, op_label, owner
 from qtrace.learning import Adam, LearningEngine, LearningStep, UnsupportedError

@@ -317,9 +317,9 @@ def _average_pool(call: Call) -> Any:
 def _refuse_disputed_counts(call: Call, window: Window, ceiled: Window) -> None:
     """Refuses averages that count padding where versions of onnxruntime divide by other numbers.
 
-    The last windows may reach past the padding. ONNX, and onnxruntime 1.32, count the places up to the end
-    of the padding. onnxruntime 1.23 counts the whole kernel in opsets below 19, and from 19 on cuts the
-    windows of axis i at the size plus ``pads[2 * i + 1]``, which is another axis' padding if there are more.
+    The last windows may reach past the padding. ONNX, and onnxruntime 1.32, count the places up to the end of
+    the padding. In opsets below 19, onnxruntime 1.23 counts the whole kernel. From 19 on it cuts the windows
+    of axis i at the size plus ``pads[2 * i + 1]``. That is another axis' padding if there are more.
     """
     pads = (*window.before, *window.after)
     cuts = "dilations" in onnx.defs.get_schema("AveragePool", call.version).attributes  # from opset 19 on

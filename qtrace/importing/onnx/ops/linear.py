@@ -27,7 +27,7 @@ __all__ = [
     "lower_linear",
 ]
 
-_GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+_GATES = {"LSTM": "iofc", "GRU": "zrh", "RNN": "i"}  # as ONNX names them
 _ACTIVATIONS = {"LSTM": ["sigmoid", "tanh", "tanh"], "GRU": ["sigmoid", "tanh"], "RNN": ["tanh"]}
 _RESULTS = ("sequence", "hidden", "cell")
 _INPUTS = [end.name for end in onnx.defs.get_schema("LSTM").inputs]
@@ -39,7 +39,7 @@ def _recurrent(call: Call) -> Any:
     direction = _text(call.attribute("direction", "forward"))
     nonlinearity = _check_form(call, op, direction)
     reset_after = bool(call.attribute("linear_before_reset", 0)) if op == "GRU" else False
-    ways, gates = len(DIRECTIONS[direction]), _GATES[op]
+    ways, gates = len(DIRECTIONS[direction]), len(_GATES[op])
     weight, recurrence = call.stored(1), call.stored(2)
     size = int(call.attribute("hidden_size", recurrence.array.shape[-1]))
     shapes: list[tuple[int, ...]] = [(ways, gates * size, call.shape(0)[2]), (ways, gates * size, size)]
@@ -68,10 +68,10 @@ def _shared(
     call: Call, module: OnnxRecurrent, tensors: dict[str, Stored], states: list[Any], names: Any
 ) -> Any:
     """Calls a function of the parameters of another layer if the node shares some with it; None if not."""
-    found = {name: call.layers.parameter_of(stored) for name, stored in tensors.items()}
-    if call.layers.has_module(module, tensors) or not any(node is not None for node in found.values()):
+    parameters = {name: call.layers.parameter_of(stored) for name, stored in tensors.items()}
+    if call.layers.has_module(module, tensors) or not any(node is not None for node in parameters.values()):
         return None
-    nodes = [call.layers.tensor(tensors[name]) if node is None else node for name, node in found.items()]
+    nodes = [call.layers.tensor(tensors[name]) if node is None else node for name, node in parameters.items()]
     weights = [*nodes, *[None] * (3 - len(nodes))]
     states = [*states, *[None] * ((2 if module.kind == "lstm" else 1) - len(states))]
     arguments = (call.tensor(0), *weights, *states, module.direction)
@@ -91,8 +91,8 @@ def _check_form(call: Call, op: str, direction: str) -> str:
     if direction not in DIRECTIONS:
         call.contradict(f"has the direction {direction!r}")
     ways = len(DIRECTIONS[direction])
-    given = call.attribute("activations", None)
-    names = [_text(name).lower() for name in given or _ACTIVATIONS[op] * ways]
+    activations = call.attribute("activations", None)
+    names = [_text(name).lower() for name in activations or _ACTIVATIONS[op] * ways]
     if op == "RNN" and names in (["relu"] * ways, ["tanh"] * ways):
         nonlinearity = names[0]
     elif names == _ACTIVATIONS[op] * ways:

@@ -15,6 +15,7 @@ from hypothesis import settings
 
 from qtrace import costs, process
 from qtrace.config import recipe
+from qtrace.config.tree import Tree, read
 from qtrace.runtimes import child
 from tests import warm
 from tests.each import quick_cases, seed
@@ -132,6 +133,24 @@ def synchronous() -> Iterator[None]:
     level, mge.config.async_level = mge.config.async_level, 0
     yield
     mge.config.async_level = level
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _packaged_recipes_are_parsed_once() -> Iterator[None]:
+    """Parsing is most of the time of loading a recipe, and the packaged files stay as they are."""
+    trees: dict[tuple[str, str], Tree | None] = {}
+
+    def parse(text: str, file: str, problems: list[str]) -> Tree | None:
+        if (text, file) not in trees:
+            tree = read(text, file, problems)
+            if problems or not file.startswith("qtrace/recipes/"):
+                return tree
+            trees[text, file] = tree
+        return trees[text, file]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "read", parse)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,6 @@ import yaml
 from qtrace.config import QConfig, backends
 from qtrace.config.checking import SYMMETRIC, mistakes
 from qtrace.config.recipe import load_recipe, recipe_names
-from qtrace.config.tree import Tree, read
 from qtrace.config.written import resolve_recipe
 from tests.each import each_of
 
@@ -33,20 +32,6 @@ UNCHECKED = {
     "openvino_avx2",
     "tflite",
 }  # their measured times were not right, or not tried, on whole networks
-
-
-@pytest.fixture(autouse=True)
-def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsing is most of the time, and the files stay as they are."""
-    monkeypatch.setattr("qtrace.config.recipe.read", lambda text, file, problems: parse_once(text, file))
-
-
-@lru_cache(maxsize=100)
-def parse_once(text: str, file: str) -> Tree | None:
-    problems: list[str] = []
-    tree = read(text, file, problems)
-    assert not problems
-    return tree
 
 
 @each_of("name", backends.known())

@@ -73,4 +73,4 @@ def test_relative_links_lead_somewhere_in_a_checkout(name: str) -> None:
 
 def test_the_readme_says_which_pages_need_the_site() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "Pages that code writes exist there only" in " ".join(text.split())
+    assert "Only the site has the generated pages" in " ".join(text.split())

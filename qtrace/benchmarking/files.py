@@ -225,7 +225,7 @@ def are_clear(speeds: Sequence[Speed]) -> bool:
 
 def _refuse_slow(once: float, paths: Sequence[Path], most: float) -> None:
     """Refuses files that are too slow to be compared, by the time of one run of the first of them."""
-    if len(paths) * _FEWEST_TURNS * once > most:
+    if len(paths) * (_FEWEST_TURNS + _UNTIMED_RUNS) * once > most:
         raise ExportError(
             f"a run of {paths[0].name} takes {once:.3g} s: {len(paths)} files cannot be compared within "
             f"{most:.3g} s, so measure them with `qtrace bench`."

@@ -75,7 +75,7 @@ class MegEngine:
         try:
             with translate_errors(self._prepared, arguments, index):
                 try:
-                    watcher.run(*args, **kwargs)
+                    _kept = watcher.run(*args, **kwargs)  # freeing a failed result ends the process
                 finally:
                     # Kernels report errors late: errors after the last site belong to this batch, too. An
                     # observer may also have refused the memory that a failed kernel left.

@@ -290,6 +290,7 @@ Shape = tuple[int | str, ...]
 """The sizes of a tensor; an open one is its name, or -1 where it is computed from open sizes."""
 
 _COMPUTED = -1
+_LARGER_BATCH = 8  # by how much the second batch is larger than the recorded one
 
 
 def infer_types(traced: TracedModule, shapes: Mapping[str, Sequence[int]]) -> dict[Node, TensorType | None]:
@@ -335,7 +336,8 @@ class SizedTypes:
         types = []
         inputs = _input_shapes(self.traced)
         batches = all(axis.axis == 0 for axis in axes)
-        for shapes in other_sizes(inputs, axes) if batches else other_sizes(inputs, axes, 3):
+        sizes = other_sizes(inputs, axes, _LARGER_BATCH if batches else 3)
+        for shapes in (sizes[0], sizes[-1]) if batches else sizes:
             with contextlib.suppress(OpError):
                 types.append(self.infer(shapes))
         return types

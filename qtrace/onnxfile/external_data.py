@@ -33,8 +33,7 @@ else:
         """The package, which is imported when its first name is read: it comes with an extra."""
 
         def __getattr__(self, name: str) -> Any:
-            vars(self).update(vars(importlib.import_module("onnx")))
-            return vars(self)[name]
+            return getattr(importlib.import_module("onnx"), name)
 
     onnx = _Onnx()
 

@@ -358,7 +358,7 @@ def calibration() -> str:
 # Row of a group in latest.json -> how the README calls it.
 _FIGURES = {
     "ResNet-18 8x3x96x96: calibrate, 256 images, auto, minmax / onnxruntime.quantization MinMax": (
-        "time to calibrate with 256 images / onnxruntime.quantization"
+        "calibration time / onnxruntime.quantization's, 256 images"
     ),
     "ResNet-18 8x3x96x96: QAT step / step of MegEngine's quantize_qat, lsq": (
         "time of a training step, LSQ / MegEngine's `quantize_qat`"
@@ -440,7 +440,7 @@ def _in_runtimes() -> tuple[str, str]:
         less += [own.db[group] - theirs.db[group] for own, theirs in pairs for group in theirs.db]
     assert min(less) > 0, "the words below say that there is less noise"
     return (
-        f"speed beside other tools' files (networks): {', '.join(counts)}",
+        f"speed next to other tools' files (networks): {', '.join(counts)}",
         f"{', '.join(speeds)}; at least {min(less):.1f} dB better SQNR",
     )
 

@@ -139,8 +139,9 @@ def _formats() -> str:
         suffixes = ", ".join(f"`{s}`" for s in (*chosen.suffixes, *chosen.companions))
         parts.append(f"### `{name}` {{#format-{name}}}\n\n{docstrings.render(module.__doc__)}")
         parts.append(f"Suffixes: {suffixes}" if suffixes else "No suffix chooses this format: name it.")
-        texts = {i.name: i.text for s in docstrings.parse(chosen.write.__doc__) for i in s.items}
-        parameters = inspect.signature(chosen.write).parameters
+        described = getattr(module, "FileOptions", chosen.write)
+        texts = {i.name: i.text for s in docstrings.parse(described.__doc__) for i in s.items}
+        parameters = inspect.signature(described).parameters
         options = [parameters[name] for name in chosen.options]
         lines = [f"- `{p.name}`: {texts.get(p.name, '')} *default: `{_value(p.default)}`*" for p in options]
         if lines:

@@ -98,7 +98,7 @@ def test_an_error_of_a_batch_that_was_read_ahead_comes_in_its_turn(wrong: str) -
 def test_prefetch_needs_two_threads_and_memory(
     threads: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "_MAX_PREFETCHED_BYTES", limit)
+    monkeypatch.setattr(engines, "STAGE_BYTES", limit)
     begun, prepared = _record_begun(monkeypatch), _prepared()
     _assert_equal(_collected(prepared, threads=threads, prefetch=True), _collected(prepared, threads=1))
     assert not any(begun)
@@ -109,7 +109,7 @@ def test_prefetch_waits_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[float] = []
     begun = _record_begun(monkeypatch, sizes)
     _collected(prepared, threads=2, prefetch=True)
-    monkeypatch.setattr(engines, "_MAX_PREFETCHED_BYTES", 2.5 * sizes[0])
+    monkeypatch.setattr(engines, "STAGE_BYTES", 2.5 * sizes[0])
     begun.clear()
     _assert_equal(_collected(prepared, threads=2, prefetch=True), _collected(prepared, threads=1))
     assert max(map(len, begun)) == 2

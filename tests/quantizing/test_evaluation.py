@@ -140,9 +140,9 @@ def test_a_bad_value_in_samples_held_back_has_the_number_of_its_batch(
 ) -> None:
     spoiled = DATA.copy()
     spoiled[60, 1, 2, 3] = bad
-    with pytest.raises(CalibrationError, match=rf"the array, batch 7 {words}.* input 0 at \[4, 1, 2, 3\]"):
+    with pytest.raises(CalibrationError, match=rf"batch 7( \(.*\))? {words}.* input 0 at \[4, 1, 2, 3\]"):
         judged(spoiled, tmp_path)
-    with pytest.raises(CalibrationError, match=rf"batch 1 {words}"):
+    with pytest.raises(CalibrationError, match=rf"batch 1( \(.*\))? {words}"):
         judged(DATA, tmp_path, spoiled[52:])
     assert list(tmp_path.glob("*.onnx")) == []
 
@@ -244,7 +244,7 @@ def test_every_shape_of_other_data_is_tried_before_the_calibration(
     call: Any = qtrace.calibrate_to_folder if folder else qtrace.quantize
     out = tmp_path / ("out" if folder else "out.onnx")
     other = [DATA[:4], images(4, 3, 10, 10)]
-    with pytest.raises(CalibrationError, match=r"batch 1 gives .* \(4, 3, 10, 10\)"):
+    with pytest.raises(CalibrationError, match=r"batch 1 \(from sample 4 of the data\) gives .* \(4, 3, 10, 10\)"):
         call(traced, DATA[:32], out, evaluation=other, progress=False)
 
 

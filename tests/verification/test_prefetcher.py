@@ -53,7 +53,7 @@ def test_only_thread_safe_sessions_are_prefetched_on_a_thread() -> None:
 
 
 def test_a_large_batch_runs_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_MOST_VALUES", 4)
+    monkeypatch.setattr(base, "MOST_VALUES", 4)
     session = _Session(True)
     with Together(threads_for([session])) as together:
         runs = Prefetcher([session], together)

@@ -134,7 +134,7 @@ def test_the_table_has_a_row_for_each_op_and_says_what_it_hides() -> None:
     assert "rules[0]" in rows["a_out"]
     assert "relu_out" in rows["a_out"]
     assert "its output spans orders of magnitude" in rows["exp_out"]
-    assert "pointwise.py:" in rows["exp_out"] or "arithmetic.py:" in rows["exp_out"]
+    assert "elementwise.py:" in rows["exp_out"] or "functions.py:" in rows["exp_out"]
 
 
 def test_the_table_has_the_predicted_times_of_a_placement() -> None:

@@ -98,6 +98,7 @@ def _busy_seconds() -> float | None:
 
 _ROUNDS = 2
 _LEAST_TURNS = 7  # of a round
+_UNTIMED_RUNS = 2  # of each file, as it is opened and before the turns
 _FEWEST_TURNS = 3  # where there is no time for seven; with fewer, nothing could be said
 # How far other programs may shift a ratio: a text detector took 0.94 of float's speed on an idle machine, and
 # 0.89 to 0.93 next to eight programs on two cores.

@@ -244,7 +244,9 @@ def test_every_shape_of_other_data_is_tried_before_the_calibration(
     call: Any = qtrace.calibrate_to_folder if folder else qtrace.quantize
     out = tmp_path / ("out" if folder else "out.onnx")
     other = [DATA[:4], images(4, 3, 10, 10)]
-    with pytest.raises(CalibrationError, match=r"batch 1 \(from sample 4 of the data\) gives .* \(4, 3, 10, 10\)"):
+    with pytest.raises(
+        CalibrationError, match=r"batch 1 \(from sample 4 of the data\) gives .* \(4, 3, 10, 10\)"
+    ):
         call(traced, DATA[:32], out, evaluation=other, progress=False)
 
 

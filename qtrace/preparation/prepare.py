@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qtrace.comparing.sums import FEWEST_SAMPLES
 from qtrace.config import QConfig, Region, backends
 from qtrace.config.checking import check_whole
 from qtrace.config.recipe import config_or_default
@@ -289,8 +290,6 @@ def _take_over(model: TracedModule, scales: native.NativeParameters) -> None:
 
 # The first step of ``prepare``: the float graph whose ops and weights the later steps decide on.
 
-# Images on which ranges are measured: their mean decides, not one of them.
-_MEASURED_SAMPLES = 4
 # The samples that algorithms of the float stage read.
 _READ_SAMPLES = 32
 
@@ -348,12 +347,12 @@ def make_float_graph(
     composed = compose_pieces(model, config, located.activations if located is not None else ())
     changed = [*expanded.changed, *neutral, *composed.changed]
     changed += align_biases(model, before_norms=False).changed
-    count = _READ_SAMPLES if reads_samples(config) else _MEASURED_SAMPLES
+    count = _READ_SAMPLES if reads_samples(config) else FEWEST_SAMPLES
     calls = None if samples is None else read_calls(samples, model, count) or None
     reports = change_float(model, config, calls or ())
     changed += align_biases(model).changed
     left = tuple(str(reason) for reason in (*expanded.left, *composed.left))
-    measured = None if calls is None else cut_images(first_calls(calls, _MEASURED_SAMPLES, model), model)
+    measured = None if calls is None else cut_images(first_calls(calls, FEWEST_SAMPLES, model), model)
     if measured is not None and any(map(holds_infinite_data, measured)):
         measured = None  # they measure nothing: `calibrate` refuses them and says where
     return FloatGraph(model, config, measured, tuple(changed), left, reports, located, dropped)
@@ -372,6 +371,8 @@ def _flat(traced: TracedModule) -> TracedModule:
 
 
 # The second step of ``prepare``: what is quantized, and why.
+
+_SHOWN_AFTER = 1.0  # second: most graphs are decided on before
 
 
 @dataclass(frozen=True)
@@ -398,7 +399,9 @@ def decide(graph: FloatGraph, progress: bool = False) -> Decision:
         ConfigError: for a config that does not fit the graph.
     """
     model, config = graph.model, graph.config
-    with progress_bar(desc="prepare", unit="forward passes", disable=not progress, leave=False) as bar:
+    with progress_bar(
+        desc="prepare", unit="forward passes", disable=not progress, delay=_SHOWN_AFTER, leave=False
+    ) as bar:
         run = MeasuredRun(model, graph.samples, advance=bar.update)
         mixed = leave_selecting(model, config, find_mixed_ranges(model, config, run))
     placing = place(model, config, mixed)

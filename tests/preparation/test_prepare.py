@@ -158,6 +158,7 @@ def test_prepare_shows_the_runs_of_the_graph(
     traced: TracedModule, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("qtrace.display._ipython", object)
+    monkeypatch.setattr("qtrace.preparation.prepare._SHOWN_AFTER", 0.0)
     config = {"placement": "balanced"}
     qtrace.prepare(traced, config, samples=[_X], progress=False)
     assert "prepare" not in capsys.readouterr().err

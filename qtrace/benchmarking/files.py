@@ -208,15 +208,10 @@ def compare_files(
         busy = busy or (load.is_busy and settings.host is None)  # a host's own work is others', too
         now = time.perf_counter()
         least = _LEAST_TURNS * (now - opened) / len(rounds[-1][0])
-        long = max(min(own) for own in rounds[0]) > _long_run(seconds / _ROUNDS)
+        long = max(min(own) for own in rounds[0]) > seconds / _ROUNDS / _LEAST_TURNS
         if long or now + opened - began + least > end:
             break
     return summarize(rounds, busy)
-
-
-def _long_run(seconds: float) -> float:
-    """Returns from which time on runs are long: in so many seconds, the least turns do not fit."""
-    return seconds / _LEAST_TURNS
 
 
 def are_clear(speeds: Sequence[Speed]) -> bool:
@@ -263,7 +258,7 @@ def _interleave(
         is_enough: says by the times so far whether to end before.
     """
     first = [clock(runner) for runner in runners]  # allocates, too
-    long = _long_run(seconds)
+    long = seconds / _LEAST_TURNS  # the least turns do not fit
     first = [t if t > long else min(t, clock(runner)) for t, runner in zip(first, runners, strict=True)]
     repeats = [max(1, int(_TURN / max(t, 1e-7))) for t in first]
     times: list[list[float]] = [[] for _ in runners]

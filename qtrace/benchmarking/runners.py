@@ -29,6 +29,7 @@ import numpy as np
 from qtrace.costs import Machine, processor_facts, processor_flags
 from qtrace.errors import ExportError, install
 from qtrace.plugins import ObjectPlugins
+from qtrace.runtimes.child import SECONDS
 from qtrace.runtimes.host import RuntimeHost
 
 __all__ = [
@@ -353,7 +354,8 @@ def peak_memory(path: Path, runtime: str | None, settings: RunnerSettings) -> in
     }
     command = [sys.executable, "-c", _CODE]
     try:
-        process = subprocess.run(command, input=json.dumps(order), text=True, capture_output=True, check=True)
+        options = {"text": True, "capture_output": True, "check": True, "timeout": SECONDS}
+        process = subprocess.run(command, input=json.dumps(order), **options)
         return int(process.stdout.split()[-1])
     except (subprocess.SubprocessError, OSError, ValueError, IndexError):
         return None

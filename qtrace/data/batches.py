@@ -290,14 +290,12 @@ def _is_conv(expr: Any) -> bool:
     return op_label(expr) in ("Conv2d", "F.conv2d")
 
 
+# Fewer samples do not speak for others: figures of one, two and four were 82, 37 and 28 dB too high.
 ENOUGH_SAMPLES = 8
-"""Fewer samples do not speak for others: figures of one, two and four were 82, 37 and 28 dB too high."""
 
-HELD_EVERY = 4
-"""One in so many samples, or batches, is held back: ranges need the rest."""
+HELD_EVERY = 4  # one in so many samples, or batches, is held back: ranges need the rest
 
-MOST_VALUES = 32 * 3 * 224 * 224
-"""Of inputs that are kept, or run ahead: 32 images of a usual classifier."""
+MOST_VALUES = 32 * 3 * 224 * 224  # of inputs that are kept, or run ahead: 32 usual images
 
 _RACING = (F.gather, F.linspace, F.arange)
 _INT32 = np.iinfo(np.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import logging
 import math
 import os
@@ -265,7 +266,7 @@ def dimensions(data: bytes) -> tuple[int, int] | None:
         return _bmp(data)
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
         return _webp(data)
-    numbers = _PNM.match(data)
+    numbers = _PNM.match(data[: io.DEFAULT_BUFFER_SIZE])  # a header is shorter
     return (int(numbers[2]), int(numbers[1])) if numbers else None
 
 

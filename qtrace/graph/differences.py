@@ -27,7 +27,7 @@ from qtrace.errors import GraphError
 from qtrace.gradients import plain
 from qtrace.graph.failures import describe_failure, short
 from qtrace.graph.flatten import flatten
-from qtrace.graph.interpreter import Interpreter, interpret, last_uses, static_nodes
+from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter, interpret, last_uses, static_nodes
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.notes import source_line
 from qtrace.graph.tracing.example_inputs import to_tensors
@@ -35,6 +35,7 @@ from qtrace.graph.walk import module_path, op_label
 from qtrace.process import on_engine_thread
 
 __all__ = [
+    "NETWORK_RTOL",
     "SAMPLE_RTOL",
     "SampleDifference",
     "SamplesReport",
@@ -232,9 +233,9 @@ def random_exprs(traced: TracedModule) -> list[Expr]:
 
 # Compares a graph on a batch with the same graph on each sample of the batch, op by op.
 
-SAMPLE_RTOL = 1e-4
-"""Of the largest value of a tensor, 1/40 of a step of 8 bits: kernels sum in another order."""
-_ENGINE_ERRORS = (AssertionError, RuntimeError, TypeError, ValueError)
+# Of the largest value of a tensor: another engine computes it, or kernels sum in another order. The latter is
+# 1/40 of a step of 8 bits.
+NETWORK_RTOL, SAMPLE_RTOL = 1e-3, 1e-4
 
 Kind = Literal["view", "random", "fails", "shape", "samples"]
 
@@ -372,7 +373,7 @@ class _Comparison:
         inputs = [self.batch[n] for n in expr.inputs]
         try:
             results = interpret(expr, inputs) or ()
-        except _ENGINE_ERRORS as error:
+        except ENGINE_ERRORS as error:
             raise GraphError(describe_failure(expr, inputs, error)) from error
         self.batch.update(zip(expr.outputs, results, strict=True))
         singles, problem = self._run_samples(expr)
@@ -395,7 +396,7 @@ class _Comparison:
                 return [], None
             try:
                 singles.append(interpret(expr, [values[n] for n in expr.inputs]) or ())
-            except _ENGINE_ERRORS as error:
+            except ENGINE_ERRORS as error:
                 return [], (
                     "fails",
                     f"fails on sample {index} alone, perhaps by a fixed size ({short(error)})",

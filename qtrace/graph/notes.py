@@ -10,6 +10,7 @@ import copy
 import copyreg
 import json
 import os
+import reprlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,8 +113,8 @@ def _checked(node: Node) -> dict[str, Any]:
         plain = False
     if not plain:
         raise GraphError(
-            f"the notes on node {node._name!r} are {notes!r}: a file holds text, numbers, True, False, None, "
-            "and lists and dictionaries of them with text as keys."
+            f"the notes on node {node._name!r} are {reprlib.repr(notes)}: a file holds text, numbers, "
+            "True, False, None, and lists and dictionaries of them with text as keys."
         )
     return notes
 

@@ -6,7 +6,6 @@ its values are read, and gives it back by `release`.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import math
 import mmap
@@ -33,7 +32,9 @@ else:
         """The package, which is imported when its first name is read: it comes with an extra."""
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(importlib.import_module("onnx"), name)
+            import onnx
+
+            return getattr(onnx, name)
 
     onnx = _Onnx()
 

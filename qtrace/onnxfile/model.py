@@ -275,8 +275,7 @@ def bodies_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
     for attribute in node.attribute:
         if attribute.type == onnx.AttributeProto.GRAPH:
             yield attribute.g
-        elif attribute.type == onnx.AttributeProto.GRAPHS:
-            yield from attribute.graphs
+        yield from attribute.graphs
 
 
 def own_operators(graph: onnx.GraphProto) -> Iterator[str]:

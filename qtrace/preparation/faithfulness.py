@@ -246,9 +246,9 @@ _LOG = logging.getLogger("qtrace")
 # In units of the relative error of an operation: what the order of sums makes of deep networks is below the
 # first; a difference below the second times what the last bits of the inputs make of the outputs is rounding.
 _ALLOWED, _SENSITIVE = 2**13, 64
-# The most that is allowed: of the largest value of an output, where half precision would allow more, and of
-# integers that differ, such as places of maxima.
-_MOST_ALLOWED = 0.1
+# The most that is allowed: of the largest value of an output, where half precision would allow more, and the
+# share of integers that differ, such as places of maxima.
+_MOST_ALLOWED, _UNEQUAL = 0.05, 0.1
 # The smallest magnitude of an output that a difference is relative to.
 _LEAST_RANGE = float(np.finfo(np.float32).resolution)
 
@@ -385,7 +385,7 @@ def _describe_difference(original: Original, first: np.ndarray, second: np.ndarr
         return f"has the shape {first.shape}, and {second.shape} in the graph"
     difference = _distance(first, second, original.granularity)
     if first.dtype.kind in "iub":
-        return f"differs in {difference:.0%} of its numbers" if difference > _MOST_ALLOWED else ""
+        return f"differs in {difference:.0%} of its numbers" if difference > _UNEQUAL else ""
     allowed = min(_ALLOWED * original.precision, _MOST_ALLOWED)
     return f"differs by {difference:.2g} of its largest value" if difference > allowed else ""
 

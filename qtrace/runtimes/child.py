@@ -56,7 +56,7 @@ _GREETING = (
 )
 _GREETED = re.compile(rb"@qtrace python (\d+)\.(\d+)\.(\d+)")
 
-_SECONDS = 600.0  # the longest time for a request and its answer
+SECONDS = 600.0  # the longest time for a request and its answer
 
 # Runtime -> what installs it.
 _DISTRIBUTIONS = {
@@ -101,7 +101,7 @@ class Child:
     _own_session = True
 
     def __init__(
-        self, command: Sequence[str], subject: str, seconds: float = _SECONDS, idle: float = IDLE_SECONDS
+        self, command: Sequence[str], subject: str, seconds: float = SECONDS, idle: float = IDLE_SECONDS
     ) -> None:
         self.subject, self.seconds, self.idle = subject, seconds, idle
         self._process: subprocess.Popen[bytes] | None = None
@@ -626,7 +626,7 @@ class RuntimeChild:
         banner = 0
         while banner < tunnel.LINE_BYTES:
             line = self._child.read_line(deadline)
-            banner += len(line)
+            banner += len(line) + 1
             if line.startswith(b"{") and worker.MARK.encode() in line:
                 facts: dict[str, Any] = json.loads(line)
                 return facts
@@ -651,7 +651,7 @@ def _start(host: RuntimeHost | None, subject: str) -> Child:
     if host is None:
         # -I: the variables of Python that this process was started with mean qtrace's modules.
         return Child([sys.executable, "-I", worker.__file__], subject)
-    seconds = max(_SECONDS, host.timeout)
+    seconds = max(SECONDS, host.timeout)
     if host.runner:
         return Connection(host, subject, seconds)
     return Child([*host.command, "-E", worker.__file__], subject, seconds, host.timeout)

@@ -16,6 +16,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -163,9 +164,9 @@ def claim(target: Path, make: Callable[[Path], None]) -> tuple[Path, int]:
         The path, and a file handle that holds the lock until it is closed.
 
     Raises:
-        OSError: when nothing can be made there.
+        OSError: when nothing can be made there, or nothing stays there.
     """
-    while True:
+    for _ in range(tempfile.TMP_MAX):
         path = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         make(path)
         try:
@@ -178,6 +179,7 @@ def claim(target: Path, make: Callable[[Path], None]) -> tuple[Path, int]:
             if os.stat(path).st_ino == os.fstat(handle).st_ino:
                 return path, handle
         os.close(handle)
+    raise FileNotFoundError(f"{target.parent} does not keep a temporary file")
 
 
 @contextlib.contextmanager

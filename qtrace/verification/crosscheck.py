@@ -21,8 +21,9 @@ from qtrace.comparing.sums import errors_of
 from qtrace.data.batches import first_samples
 from qtrace.errors import ExportError, QtraceError
 from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.differences import NETWORK_RTOL
 from qtrace.graph.failures import short
-from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
 from qtrace.graph.nonfinite import SWALLOWS_NAN
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, op_label, owner
@@ -227,7 +228,7 @@ def _find_ratio(unrounded: np.ndarray, runtime: np.ndarray, qparams: QParams) ->
 
 _NO_AXIS = -1
 # The exceptions of MegEngine and the interpreter for shapes that a graph does not take.
-_SHAPE_ERRORS = (QtraceError, AssertionError, TypeError, RuntimeError, ValueError)
+_SHAPE_ERRORS = (QtraceError, *ENGINE_ERRORS)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -412,8 +413,6 @@ _AGREEMENT_SHARE = 0.9
 _COMPARED_SHARE = 0.1
 # A value is near a side's value when its distance is at most this share of that between the two sides.
 _NEAR_SHARE = 0.25
-# Two evaluations of an op in float32 differ by less than this share of its largest value.
-_FLOAT_NOISE_SHARE = 1e-3
 
 _REMEDY = "use batches of one sample, or write this op in another way"
 
@@ -532,7 +531,7 @@ def _evaluate_alone(
 def _changed(together: np.ndarray, alone: np.ndarray) -> bool:
     """Whether two evaluations in float32 differ by more than the order of sums explains."""
     largest = np.abs(np.nan_to_num(together)).max(initial=0.0)
-    return bool(np.abs(errors_of(together, alone)).max(initial=0.0) > _FLOAT_NOISE_SHARE * largest)
+    return bool(np.abs(errors_of(together, alone)).max(initial=0.0) > NETWORK_RTOL * largest)
 
 
 def _evaluate_in_onnx(

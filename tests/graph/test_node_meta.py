@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from pathlib import Path
@@ -83,6 +84,9 @@ def test_notes_survive_pickling_and_megengine_save() -> None:
     assert_noted(flatten(again))
     assert_noted(again)
     meta(nodes(flat)["block_out"])["value"] = object()
+    with pytest.raises(GraphError, match="the notes on node 'block_out' are"):
+        pickle.dumps(flat)
+    meta(nodes(flat)["block_out"])["value"] = functools.reduce(lambda inner, _: [inner], range(5000), [])
     with pytest.raises(GraphError, match="the notes on node 'block_out' are"):
         pickle.dumps(flat)
 

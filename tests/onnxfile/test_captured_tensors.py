@@ -13,7 +13,7 @@ from qtrace.export.onnx.cures import UnsignedWeights, write_fast_poolings
 from qtrace.extras.contracts.qdq_graph import QdqGraph
 from qtrace.extras.parameters.onnx_float import _name_parameters
 from qtrace.onnxfile.local_session import SessionSettings
-from qtrace.onnxfile.model import OnnxEditor
+from qtrace.onnxfile.model import OnnxEditor, bodies_of
 from qtrace.onnxfile.sessions import open_session
 
 SCALE = {"scale": np.float32(0.1), "zero": np.uint8(0)}
@@ -149,3 +149,10 @@ def test_a_parameter_is_renamed_in_bodies() -> None:
 def test_captured_tensors_have_readers(name: str) -> None:
     graph = QdqGraph(_model([_branches("x", "k")], {}))
     assert [node.op_type for node in graph.readers[name]] == ["If"]
+
+
+def test_bodies_are_found_in_attributes_without_a_type() -> None:
+    """Files of IR version 1 do not write it."""
+    node = NodeProto(op_type="Custom")
+    node.attribute.add(name="parts").graphs.add(name="body")
+    assert [body.name for body in bodies_of(node)] == ["body"]

@@ -92,3 +92,8 @@ def test_a_temporary_folder_is_removed_and_so_is_that_of_a_killed_process(tmp_pa
         (own / "twin.onnx").write_bytes(b"1")
         assert not folder.exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_claim_gives_up_where_nothing_stays(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="does not keep a temporary file"):
+        claim(tmp_path / "net.onnx", lambda path: None)

@@ -20,6 +20,7 @@ from qtrace.extras.finetune.data import Batch, FinetuneSettings, Samples, unpack
 from qtrace.extras.finetune.evaluation import BestState, Compared, EvaluationFigures, evaluate
 from qtrace.extras.finetune.twins import PARTS, MegEngineTwins, Twins, Units, Watch
 from qtrace.fakequant.base import scales
+from qtrace.graph.differences import NETWORK_RTOL
 from qtrace.graph.nonfinite import search_nonfinite
 from qtrace.graph.types import TracedModule
 from qtrace.learning import Adam, UnsupportedError, try_torch
@@ -157,10 +158,6 @@ class Learner:
         self.averages = [np.array(state[f"{index}/average"]) for index in range(len(self.averages))]
 
 
-# The engines agree when no float value differs by more than this share of the largest one of its node.
-_TOLERANCE = 1e-3
-
-
 def choose_twins(
     requested: str,
     student: TracedModule,
@@ -230,7 +227,7 @@ def _agree(value: np.ndarray, fast: np.ndarray | None) -> bool:
         return False
     if value.dtype.kind != "f" or not value.size:
         return True  # integers and selections may turn on the last bit of a float
-    bound = _TOLERANCE * float(np.max(np.abs(value), initial=0.0))
+    bound = NETWORK_RTOL * float(np.max(np.abs(value), initial=0.0))
     return bool(np.all((np.abs(fast - value) <= bound) | ~np.isfinite(value)))
 
 

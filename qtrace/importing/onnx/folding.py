@@ -43,7 +43,7 @@ __all__ = [
     "whole",
 ]
 
-_MAX_TERM = math.isqrt(np.iinfo(np.int32).max)  # of a fraction: its product with as large a size fits int32
+_MAX_TERM = 2**12  # of a fraction, so that its product with a size fits int32
 
 _MAX_STORED = 2**27  # elements of a computed constant
 

@@ -19,7 +19,7 @@ from qtrace.comparing.sums import column_errors, finite_or_none
 from qtrace.data.batches import ENOUGH_SAMPLES, evaluating, first_samples
 from qtrace.errors import QtraceError
 from qtrace.graph.deferred_runs import begin_run
-from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
 from qtrace.graph.stepping import SegmentEngine, Stepper, as_array
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.preparation.annotation import Site
@@ -32,7 +32,7 @@ from qtrace.ptq.layers.scaling import rounded_weight
 __all__ = ["CalibrationOutputs", "RandomOutputs", "output_errors"]
 
 # The errors of MegEngine and the interpreter for inputs that a graph does not accept.
-_REFUSALS = (QtraceError, AssertionError, TypeError, RuntimeError, ValueError)
+_REFUSALS = (QtraceError, *ENGINE_ERRORS)
 
 Ratios = Mapping[str, float | None]
 

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
@@ -352,11 +353,9 @@ def peak_memory(path: Path, runtime: str | None, settings: RunnerSettings) -> in
         "batch": settings.batch,
         "shapes": {name: list(shape) for name, shape in settings.shapes.items()},
     }
-    command = [sys.executable, "-c", _CODE]
     try:
-        options = {"text": True, "capture_output": True, "check": True, "timeout": SECONDS}
-        process = subprocess.run(command, input=json.dumps(order), **options)
-        return int(process.stdout.split()[-1])
+        run = partial(subprocess.run, text=True, capture_output=True, timeout=SECONDS, check=True)
+        return int(run([sys.executable, "-c", _CODE], input=json.dumps(order)).stdout.split()[-1])
     except (subprocess.SubprocessError, OSError, ValueError, IndexError):
         return None
 

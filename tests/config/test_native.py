@@ -162,7 +162,7 @@ def test_what_has_no_equal_is_said(activation: Any, weight: Any, lost: list[str]
 
 
 def test_parts_that_do_not_fit_each_other_or_fail_are_said() -> None:
-    """An observer of another type than its fake quant, a least scale of one's own, parts that cannot be made."""
+    """An observer of another type than its fake quant, a least scale of one's own, parts that fail."""
     narrow = {"dtype": "qint8_narrow"}
     lsq, minmax = partial(fake_quant.LSQ, **narrow), partial(observer.MinMaxObserver, **narrow)
     for make, clause in (

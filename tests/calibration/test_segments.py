@@ -82,6 +82,7 @@ def _integers(prepared: Any) -> np.ndarray:
     return np.concatenate(values)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("backend", "bits", "stem_in_float"),
     [

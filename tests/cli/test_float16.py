@@ -35,7 +35,7 @@ def test_calibrate_export_and_quantize(run, here) -> None:
     np.save("d.npy", x)
     Path("mine.yaml").write_text(RECIPE)
     common = ("-d", "d.npy", "-r", "mine.yaml", "--float", "fp16")
-    done = run("calibrate", "net.mge", *common, "--out", "int8", "--workers", "2")
+    done = run("calibrate", "net.mge", *common, "--out", "int8")
     assert done.code == 0, done.err
     assert "float16: 1 of 2 ops that stay float" in done.err
     assert "  float32: 1 exp: small errors of what it reads" in done.err

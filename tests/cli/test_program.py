@@ -200,15 +200,8 @@ main(sys.argv[2:])
         assert result.out == ""
         assert not Path("out").exists()
 
-    @pytest.mark.parametrize(("mode", "code"), [("ok", 0), ("fail", 1)])
-    def test_verify(self, here, mode, code):
-        assert self.finish(mode, "verify", "f", "-m", "float.mge", "-d", "x.npy").code == code
-
-    def test_missing_file_is_one_sentence_and_exit_code_2(self, here):
-        result = self.finish("ok", "verify", "f", "-m", "float.mge", "-d", "gone.npy")
-        assert (result.code, result.out) == (2, "")
-        assert result.err.startswith("error: There is no file gone.npy")
-        assert result.err.count("\n") == 1
+    def test_verify_of_a_file_that_differs_ends_with_1(self, here):
+        assert self.finish("fail", "verify", "f", "-m", "float.mge", "-d", "x.npy").code == 1
 
     @pytest.mark.quick(1)
     @pytest.mark.parametrize(
@@ -231,6 +224,7 @@ main(sys.argv[2:])
         assert process.stderr.read() == "precision: no layers\n"
         process.stderr.close()
 
+    @pytest.mark.quick(2)
     @pytest.mark.parametrize("unbuffered", ["", "1"])
     @pytest.mark.parametrize(
         ("args", "streams", "code", "told"),

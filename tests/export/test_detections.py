@@ -130,6 +130,7 @@ def _option(case: str, names: list[str]) -> dict[str, object]:
     return {**option, "scores": names[0], "boxes": names[1], **extra}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", ["float", "int8"])
 @pytest.mark.parametrize("case", CASES)
 def test_onnx(case, stage, tmp_path):
@@ -154,6 +155,7 @@ def test_onnx(case, stage, tmp_path):
         assert report.worst_lsb() <= 1
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", ["float", "int8"])
 @pytest.mark.parametrize("case", CASES)
 def test_tflite(case, stage, tmp_path):
@@ -213,7 +215,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("option", "message"), MISTAKES)
 def test_wrong_nms_options_are_refused(option, message, tmp_path):
     traced, _, _ = _detector(_apart, batch=2)

@@ -77,6 +77,7 @@ def test_float_files_have_chosen_names_too(tmp_path):
     assert [o.name for o in _session(path).get_outputs()] == ["features"]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -120,6 +121,7 @@ def test_preprocessing_needs_a_recipe_with_it(tmp_path):
         qtrace.export(model, tmp_path / "m.onnx", preprocess=True)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("suffix", "embedded"), [(".onnx", False), (".onnx", True), (".tflite", False)])
 def test_the_script_beside_the_file_runs(suffix, embedded, tmp_path):
     model, _ = _model("tflite" if suffix == ".tflite" else "onnxruntime")

@@ -63,6 +63,7 @@ def test_the_network_itself_keeps_its_norms(tmp_path: Path) -> None:
     np.testing.assert_array_equal(traced(mge.Tensor(X[:1])).numpy(), before)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("function", "kind"),
     [

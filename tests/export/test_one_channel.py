@@ -69,6 +69,7 @@ def _calibrated(module: M.Module, config: Any) -> TracedModule:
     return qtrace.calibrate(prepared, BATCHES, progress=False)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "format"),
     [
@@ -113,6 +114,7 @@ def test_one_channel_behind_a_norm_that_trains(fakequant: str) -> None:
     np.testing.assert_array_equal(qtrace.convert(prepared)(x).numpy(), prepared(x).numpy())
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -234,6 +234,7 @@ def resnet() -> TracedModule:
     return qtrace.trace(randomize(ResNet(4, (1, 1))), images(2, 3, 32, 32))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("suffix", [".onnx", ".tflite", ".param"])
 def test_verify_compares_the_outputs_of_float_files(
     suffix: str, resnet: TracedModule, tmp_path: Path

@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[str, Any, Callable[..., Any], str, str]] = {
 }
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_refusal_names_op_line_and_remedy(case: str, tmp_path: Path) -> None:
     suffix, config, forward, begin, part = REFUSED[case]

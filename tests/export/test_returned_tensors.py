@@ -72,6 +72,7 @@ def _converted(
     return qtrace.convert(qtrace.calibrate(prepared, [batch], progress=False)), [batch]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_dumps_give_the_outputs_of_the_graph_in_its_order(form: str, tmp_path: Path) -> None:
     recipe, name, runtime, options = FORMATS["megengine"]

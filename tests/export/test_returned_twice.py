@@ -46,6 +46,7 @@ def _exported(after: Callable[[Any, Any], Any], backend: str, folder: Path, unus
     return qtrace.verify(path, quantized, [batch], runtime="openvino" if backend == "openvino" else None)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("backend", FILES)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_output_has_its_place(form: str, backend: str, tmp_path: Path) -> None:
@@ -53,6 +54,7 @@ def test_each_output_has_its_place(form: str, backend: str, tmp_path: Path) -> N
     assert report.passed, report.summary()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("backend", FILES)
 def test_unused_inputs_keep_their_places(backend: str, tmp_path: Path) -> None:
     report = _exported(lambda y, x: F.relu(y), backend, tmp_path, unused=True)

@@ -184,7 +184,7 @@ def _marks(name: str, form: str) -> Any:
     return pytest.mark.long if form == "megengine" else pytest.mark.slow
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "form"), [pytest.param(n, f, marks=_marks(n, f)) for n in BLOCKS for f in FORMS]
 )
@@ -193,6 +193,7 @@ def test_a_block_at_two_sizes(name: str, form: str, tmp_path: Path) -> None:
     _check_file(model, form, tmp_path, (name, form) in MAY_BE_REFUSED)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_block_that_is_given_a_size(form: str, tmp_path: Path) -> None:
     """Calls a block twice with tensors of one shape and different numbers."""
@@ -206,6 +207,7 @@ def test_a_block_that_is_given_a_size(form: str, tmp_path: Path) -> None:
     _check_file(net(forward, stem=M.Conv2d(3, 4, 3, padding=1), block=block), form, tmp_path)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ["onnx", "tflite", "ncnn"])
 def test_a_size_that_depends_on_values_is_refused(form: str, tmp_path: Path) -> None:
     def best(self: Any, x: Tensor) -> Tensor:

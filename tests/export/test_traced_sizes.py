@@ -107,6 +107,7 @@ def test_groups_computed_from_channels_leave_the_batch_open(tmp_path: Path) -> N
     assert source.type.tensor_type.shape.dim[0].dim_param == "N"
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("backend", SUFFIXES)
 @pytest.mark.parametrize("case", SIZES)
 def test_a_size_computed_from_shapes_is_exported(case: str, backend: str, tmp_path: Path) -> None:
@@ -199,6 +200,7 @@ WRITES: dict[str, Forward] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("backend", ["onnxruntime", "tflite"])
 @pytest.mark.parametrize("case", WRITES)
 def test_writing_between_computed_bounds(case: str, backend: str, tmp_path: Path) -> None:
@@ -280,6 +282,7 @@ def _shape_of_a_part(self: Any, x: mge.Tensor) -> mge.Tensor:
     return F.reshape(first, (second.shape[0], -1))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("backend", SUFFIXES)
 @pytest.mark.parametrize("forward", [_two_of_four, _shape_of_a_part])
 def test_a_split_with_an_unused_part(forward: Forward, backend: str, tmp_path: Path) -> None:

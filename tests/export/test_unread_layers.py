@@ -100,7 +100,7 @@ def _verified(path: Path, name: str, converted: TracedModule) -> None:
     assert report.sites["op_by_op"], "no site was compared"
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "config"),
     list(zip(NETWORKS, itertools.cycle(["backend/ncnn", QConfig(backend="ncnn")]), strict=False)),
@@ -117,7 +117,7 @@ def test_ncnn(name: str, config: Any, tmp_path: Path) -> None:
     _verified(path, name, converted)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @every_network
 def test_tflite(name: str, tmp_path: Path) -> None:
     converted = _converted(name, QConfig(backend="tflite"))
@@ -126,7 +126,7 @@ def test_tflite(name: str, tmp_path: Path) -> None:
     _verified(path, name, converted)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @every_network
 def test_megengine(name: str, tmp_path: Path) -> None:
     converted = _converted(name, "backend/megengine")

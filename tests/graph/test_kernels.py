@@ -79,6 +79,7 @@ def test_a_trace_names_the_line_of_the_network(pool):
         qtrace.trace(Pooled(pool), image(3, 3))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("pool", MODULES)
 def test_another_size_of_inputs_is_refused_at_every_stage(pool):
     traced = qtrace.trace(Pooled(pool), image(6, 8))
@@ -273,6 +274,7 @@ def test_shapes_of_a_division_by_one_integer_are_inferred():
     assert qtrace.prepare(traced) is not None
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("divide", DIVISIONS[:4])
 def test_generated_inputs_do_not_divide_by_0(divide):
     """`prepare` measures noise on them, and their integers are 0 else."""

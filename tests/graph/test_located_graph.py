@@ -56,6 +56,7 @@ def test_the_op_and_its_line_are_named(traced: Any) -> None:
     assert traced(mge.Tensor(X)).shape == (2, 4, 8, 4)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("phase", ["float", "observe", "train", "converted", "flat"])
 def test_the_op_is_named_in_every_stage(phase: str) -> None:
     model = _traced()

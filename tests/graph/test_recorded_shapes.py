@@ -54,6 +54,7 @@ def _wrong_shapes(traced: TracedModule, x: np.ndarray) -> list[Any]:
     return wrong
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("synchronous")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in NETWORKS]

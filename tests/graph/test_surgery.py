@@ -173,7 +173,7 @@ def _shapes(traced: TracedModule) -> dict[str, tuple[int, ...]]:
     return {n.name: tuple(n.shape) for n in nodes if isinstance(n, TensorNode)}
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", SURGERY)
 def test_all_readers_see_the_changed_graph(name: str, tmp_path: Path) -> None:
     traced, inputs = _changed(name)

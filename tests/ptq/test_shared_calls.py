@@ -135,6 +135,7 @@ def test_other_data_have_less_noise_than_if_shared_layers_were_left(
     assert noise < 0.9 * _noise(module, left)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ptq", [("bias_correction",), ("gptq",), (REFIT,)])
 @pytest.mark.parametrize("kind", ["conv2d", "linear"])
 def test_two_calls_are_one_call_on_their_inputs_joined(ptq: tuple[Any, ...], kind: str) -> None:

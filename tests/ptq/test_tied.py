@@ -50,6 +50,7 @@ def _left(prepared: Any) -> str:
     return "; ".join(left_lines(read_record(prepared).ptq[-1]))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("algorithm", ["gptq", "adaround", "bias_correction"])
 def test_a_tied_weight_is_left_with_the_reason(algorithm: str) -> None:
     traced = qtrace.trace(Words(), IDS, check=False)

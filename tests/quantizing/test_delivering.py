@@ -47,7 +47,7 @@ def timed(monkeypatch: pytest.MonkeyPatch):
     return give
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("speed", "options", "in_float", "said"),
     [
@@ -78,6 +78,7 @@ def test_quantize_delivers_by_speed_and_states_it(
     assert ("measured  " in "\n".join(result.summary())) is (facts["speed"] is not None)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("prefer", "row"), [(None, "balanced"), ("speed", "fastest"), ("accuracy", "float")])
 def test_the_three_rows_are_said_and_the_preferred_one_is_written(
     tmp_path: Path, timed, prefer: str | None, row: str
@@ -98,6 +99,7 @@ def test_the_three_rows_are_said_and_the_preferred_one_is_written(
     assert facts["rows"][2]["sqnr"] is None
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("speeds", "delivered", "said"),
     [
@@ -229,6 +231,7 @@ def _own_file(folder: Path, op: str, domain: str) -> Path:
     return folder / "own.onnx"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("speed", "in_float"), [(SLOWER, True), (SAME, False), (FASTER, False)])
 def test_the_file_of_the_user_is_what_it_is_measured_against(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speed: Speed, in_float: bool

@@ -73,6 +73,7 @@ def _given(form: str, module: M.Module, x: np.ndarray, folder: Path) -> Any:
 _SLOW = {"mobilenet", "restoration", "transformer"}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow(untimed=True)] * (name in _SLOW)) for name in NETWORKS],

@@ -68,7 +68,7 @@ def test_held_back_samples_of_one_number_are_never_good(judged: Judged, tmp_path
     assert (verdict.word, verdict.has("one-number"), verdict.doubted) == ("check", True, True)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "form", ["saturated", "dead", "one of two", "nearly the same", "nearly, and integers"]
 )
@@ -103,6 +103,7 @@ def test_a_folder_of_data_that_is_one_number_is_no_good(tmp_path: Path) -> None:
     assert _folder(0 * DATA, tmp_path).word == "check"
 
 
+@pytest.mark.quick(1)
 @both
 @pytest.mark.parametrize("evaluation", [DATA, DATA[10:30].copy(), [DATA[5:9]]])
 def test_calibration_samples_do_not_count_as_evaluation(

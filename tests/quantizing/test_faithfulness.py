@@ -84,6 +84,7 @@ def test_a_graph_that_computes_something_else_is_refused_before_it_is_calibrated
     assert not list(here.iterdir())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("source", ["module", "file", "trace", "saved"])
 def test_a_prepared_graph_that_computes_something_else_in_float_is_refused(
     source: str, here: Path, onnx_file: Path, monkeypatch: pytest.MonkeyPatch
@@ -405,6 +406,7 @@ def test_the_copies_of_a_module_share_its_weights() -> None:
     assert _resident() - before < values.nbytes
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("op", "gates", "recipe", "least"),
     [

@@ -220,6 +220,7 @@ def test_too_few_samples_for_a_batch_are_refused_at_once(tmp_path: Path) -> None
         qtrace.quantize(source, DATA, out, recipe=EVERYTHING, evaluation=DATA[:3], progress=False)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("batch", "count"), [(8, 16), (4, 18), (4, 22)])
 @pytest.mark.parametrize("reads_first", [False, True])
 def test_a_file_that_fixes_what_its_graph_leaves_open_is_verified_on_filled_batches(

@@ -40,6 +40,7 @@ def onnx_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "target", "backend"),
     [
@@ -93,7 +94,7 @@ def _generator():
     yield from (DATA[start : start + 4] for start in range(0, 16, 4))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("data", "labels"),
     [
@@ -240,6 +241,7 @@ _PREPROCESS = {"size": [3, 8, 8], "mean": [120, 110, 99], "std": [50, 60, 70]}
 _PIXELS = {"backend": "onnxruntime", "preprocess": _PREPROCESS}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("form", [lambda p: p, lambda p: {"x": p}, lambda p: [(p,)], lambda p: lambda: [p]])
 def test_pixels_in_memory_are_what_pixels_in_a_file_are(here, form, layout, caplog) -> None:

@@ -144,6 +144,7 @@ WRONG = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("fault", WRONG)
 def test_wrong_outputs_are_reported_before_anything_is_calibrated(
     traced: TracedModule, fault: str, monkeypatch: pytest.MonkeyPatch

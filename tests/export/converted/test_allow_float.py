@@ -54,6 +54,7 @@ def test_layers_that_cannot_be_integers_are_refused_or_float(name: str, tmp_path
     assert {"x_q"} < set(report.sites["op_by_op"])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["conv2d", "linear", "add"])
 def test_onnxruntime_computes_allowed_float_layers_in_float(kind: str, tmp_path: Path) -> None:
     batches = [images(2, 4, 8, 8, seed=s) for s in range(2)]

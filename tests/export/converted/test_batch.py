@@ -88,6 +88,7 @@ SEARCHES = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("search", SEARCHES)
 def test_outputs_of_other_types_make_a_valid_file(search: str, tmp_path: Path) -> None:
     dtype = {"Greater": bool, "Cast to bool": bool, "Cast to int32": np.int32}.get(search, np.int64)

@@ -198,6 +198,7 @@ OUTPUTS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs_are_named_like_their_nodes_without_copies(name: str, tmp_path: Path) -> None:
     after, expected = OUTPUTS[name]
@@ -262,6 +263,7 @@ def test_computed_steps_and_float16_name_the_node(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("opset", [17, 18, 21])
 def test_a_higher_opset_holds_the_same_integers(opset: int, tmp_path: Path) -> None:
     x = images(2, 4, 8, 8)

@@ -373,6 +373,7 @@ KINDS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds(kind: str, runtime: str, tmp_path: Path) -> None:
@@ -395,6 +396,7 @@ IMAGES = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("kind", IMAGES)
 def test_kinds_of_images(kind: str, runtime: str, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_runtime_computes_the_layer_in_float(tmp_path: Path, name: str) -> None:
     """It rounded its weights to 8 bits: up to a quarter of the results behind it were others."""
@@ -79,6 +79,7 @@ def _export(folder: Path, traced: Any, backend: str = "onnxruntime") -> tuple[Pa
     return qtrace.export(converted, folder / "net.onnx"), converted
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("backend", ["generic", "qnn", "ryzenai", "ryzenai_xint8"])
 def test_devices_of_onnxruntime_compute_float_layers_unfused(tmp_path: Path, backend: str) -> None:
     forward, layer = NETWORKS["alone"]

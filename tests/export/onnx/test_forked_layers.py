@@ -102,6 +102,7 @@ def _outputs(model: Any, path: Path) -> list[np.ndarray]:
     return OpenvinoFile(path, _SETTINGS, path).run([x])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"bias": 0.0}, {"bias": 0.0, "rounded_bias": True}, {"behind": "Mul"}, {"behind": "Identity"}],

@@ -36,6 +36,7 @@ def _exported(forward, backend: str, file: Path) -> tuple[M.Module, onnx.ModelPr
     return converted, onnx.load(qtrace.export(converted, file))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("forward", [_hsigmoid, _hswish, _hard_sigmoid])
 def test_openvino_has_kernels_for_the_pieces(forward, tmp_path: Path) -> None:
     openvino = pytest.importorskip("openvino")

@@ -85,6 +85,7 @@ def test_unequal_parts_of_a_batch_leave_it_open(forward: Forward, quantized: boo
         np.testing.assert_allclose(got, module(mge.Tensor(rows)).numpy(), atol=0.05 if quantized else 1e-5)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize(
     ("forward", "data", "node"),

@@ -43,6 +43,7 @@ def _read(self: Any, x: mge.Tensor) -> mge.Tensor:
     return (x * 2)[(*before, mask(x))]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("forward", [_write, _read])
 @pytest.mark.parametrize("case", MASKS)
 def test_a_mask_stands_on_any_axes(case: str, forward: Callable[..., Any], tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_file_computes_what_the_graph_does(name: str, rows: TracedModule, tmp_path: Path) -> None:
     converted = _converted(rows, CONFIGS[name], X)
@@ -151,6 +151,7 @@ def test_dynamic_needs_no_data_of_its_range(rows: TracedModule) -> None:
         assert 10 * np.log10((exact**2).sum() / ((exact - rounded) ** 2).sum()) > 30
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["blocks", "dynamic", "one of each"])
 def test_models_are_saved_and_loaded(name: str, rows: TracedModule, tmp_path: Path) -> None:
     prepared = qtrace.calibrate(qtrace.prepare(rows, CONFIGS[name]), [X], progress=False)

@@ -98,6 +98,7 @@ def _reloaded(module: TracedModule, folder: Path) -> TracedModule:
     return qtrace.load(folder / "m.mge")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ONNX_FORMS)
 def test_a_file_says_of_itself_what_the_imported_one_said(form: str, tmp_path: Path) -> None:
     written = onnx.load(_exported(form, _model(), tmp_path)[1])
@@ -110,6 +111,7 @@ def test_a_file_says_of_itself_what_the_imported_one_said(form: str, tmp_path: P
     assert (written.producer_name, facts["qtrace.producer"]) == ("qtrace", "paddle 2.6")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ONNX_FORMS)
 def test_nodes_graph_and_ends_have_their_own_documents_and_metadata(form: str, tmp_path: Path) -> None:
     source = _model(21, 10)
@@ -214,6 +216,7 @@ def test_the_producer_of_the_first_file_survives_two_round_trips(tmp_path: Path)
     assert facts["qtrace.producer"] == "paddle 2.6"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ONNX_FORMS)
 def test_nodes_and_tensors_that_are_still_there_have_their_names(form: str, tmp_path: Path) -> None:
     graph = onnx.load(_exported(form, _model(), tmp_path)[1]).graph
@@ -262,6 +265,7 @@ def test_a_file_with_its_own_names_is_verified_and_imported_again(runtime: str, 
     assert dict(again.named_modules()).keys() >= {"backbone.conv1", "head"}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("opset", "ir_version", "written"),
     [

@@ -44,6 +44,7 @@ def _optimized(path: Path) -> np.ndarray:
     return y
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", POOLED)
 def test_the_padding_counts_in_the_optimized_file(name: str, tmp_path: Path) -> None:
     traced = _traced(name)

@@ -61,6 +61,7 @@ def _export(module: M.Module, inputs: tuple[np.ndarray, ...], folder: Path, conf
     return qtrace.export(converted, folder / "m.onnx")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", CASES)
 def test_sampling_in_float_matches_the_graph(name: str, tmp_path: Path) -> None:
     function, places = CASES[name]

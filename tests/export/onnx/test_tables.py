@@ -42,6 +42,7 @@ FORMS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("recipe", ["w8", "w8a8"])
 @pytest.mark.parametrize("form", FORMS)
 def test_tables_in_8_bits_stay_so(form: str, recipe: str, tmp_path: Path) -> None:

@@ -206,6 +206,7 @@ def test_openvino_computes_the_file_for_a_processor_that_saturates(
     np.testing.assert_allclose(result, exact, atol=0.02 * np.abs(exact).max())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("config", "options", "told"),
     [

@@ -78,7 +78,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_that_can_saturate_are_unsigned(
     name: str, traced: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,7 @@ _FLOAT = [{"match": {"op": _LAYERS}, "quantize": False}]
 _INPUTS = (_draw(2, 5, 6), _draw(2, 4, 6, 6))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("module", "inputs", "rules"),
     [
@@ -126,6 +127,7 @@ def _computed(kind: str, **config: object) -> tuple[TracedModule, np.ndarray]:
     return qtrace.convert(qtrace.calibrate(prepared, [x], progress=False)), x
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", _COMPUTED)
 def test_computed_weights_have_their_scales_on_the_axis_of_channels(kind: str, tmp_path: Path) -> None:
     converted, x = _computed(kind, weight={"narrow": False})

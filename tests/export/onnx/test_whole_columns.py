@@ -96,6 +96,7 @@ def _run(path: Path, x: np.ndarray, optimized: bool) -> np.ndarray:
     return np.asarray(result)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("weights", ["int8", "uint8"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_file_computes_the_same_with_more_columns(tmp_path: Path, name: str, weights: str) -> None:
@@ -110,6 +111,7 @@ def test_the_file_computes_the_same_with_more_columns(tmp_path: Path, name: str,
 
 @pytest.mark.quick(3)
 @pytest.mark.skipif(not products_are_wrong(), reason="all columns are computed right here")
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name", ["odd", "grouped", "linear", "rows", "behind SiLU", "head of a detector", "heads"]
 )
@@ -156,6 +158,7 @@ def test_no_weight_is_stored_twice(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("backend", "here", "changed"),
     [
@@ -180,7 +183,7 @@ def test_the_processor_decides(
     assert (other in caplog.text) is (backend == "qnn")
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", [*NETWORKS, "even"])
 def test_log_counts_layers_that_need_whole_columns_on_amx(
     tmp_path: Path, monkeypatch: Any, caplog: Any, name: str

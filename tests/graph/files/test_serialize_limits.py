@@ -217,7 +217,7 @@ KEYS = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("attack", KEYS)
 def test_load_refuses_endless_nesting(tmp_path, attack):
     opcodes, reason = KEYS[attack]

@@ -326,6 +326,7 @@ AMPLIFIED = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", AMPLIFIED)
 def test_a_file_cannot_make_much_more_than_it_is_long(tmp_path, kind):
     stored, again = AMPLIFIED[kind]

@@ -256,6 +256,7 @@ def test_copies_are_free_in_files(form: str, tmp_path: Path) -> None:
     assert b"Pad" not in path.read_bytes()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("cut", [np.s_[:, 0:1], np.s_[:, 0], np.s_[:, :3], np.s_[0:1, 1:2]])
 def test_the_gradient_of_a_norm_does_not_stop_at_a_view(cut: Any) -> None:
     module = net(

@@ -162,6 +162,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("case", CALLS)
 def test_attention_is_traced_in_parts(case: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ def test_stored_conformance_has_enough_equal_cases_and_none_wrong() -> None:
             assert DIFFERENT.issuperset(case for cases in op.get("wrong", {}).values() for case in cases)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_files_give_what_is_stored(kind: str) -> None:
     verdicts = measure([kind])

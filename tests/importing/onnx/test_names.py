@@ -31,7 +31,7 @@ NAMES = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", NAMES)
 def test_any_name_keeps_record_and_file_together(case: str, tmp_path: Path) -> None:
     x, weight, conv, pooled, y = NAMES[case]

@@ -60,7 +60,7 @@ def save(model: ModelProto, path: Path) -> Path:
     return path
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", MAIN)
 def test_opaque_node_survives_import_and_export(name: str, tmp_path: Path) -> None:
     """The graph, and the file that it is exported to, give what the file gives, for other values, too."""

@@ -138,6 +138,7 @@ def test_a_kept_node_that_fails_hides_no_other_problem(
     assert "own.ops.Frobnicate" in str(caught.value)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("op", ["Scaler", "Imputer", "Binarizer", "Normalizer"])
 def test_layers_behind_an_op_of_scikit_learn_are_no_part_of_it(op: str, tmp_path: Path) -> None:
     """ONNX's rules say nothing of its shape: the whole network was kept with it, and stayed in float."""

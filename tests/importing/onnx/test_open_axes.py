@@ -204,6 +204,7 @@ ROWS = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_is_taken_or_counted_by_a_size(tmp_path: Path, name: str) -> None:
     nodes = [
@@ -476,6 +477,7 @@ def test_a_norm_of_channels_leaves_its_places_open(nodes: list[onnx.NodeProto], 
     check_stays_open(save(model(whole, IMAGE, stored=kept, opset=21), tmp_path), tmp_path)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("upper", [0, 1])
 @pytest.mark.parametrize("offset", [-2, 0, 1, 30])
 @pytest.mark.parametrize("of", ["image", "mask", "infinity"])

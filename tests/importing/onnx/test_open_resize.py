@@ -52,6 +52,7 @@ def _resized_file(path: Path, form: str, **attributes: Any) -> Path:
     return path
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("form", "attributes"),
     [
@@ -88,6 +89,7 @@ def _imported(folder: Path, **options: Any) -> TracedModule:
     return qtrace.from_onnx(path, {"x": (1, 3, 16, 20)})
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["net.tflite", "net.param", "net.prototxt"])
 def test_formats_of_fixed_sizes_say_how_a_kept_resize_has_a_form(name: str, tmp_path: Path) -> None:
     traced = _imported(tmp_path, mode="nearest")
@@ -140,6 +142,7 @@ def test_a_file_whose_kept_node_has_no_truth_value_is_refused(tmp_path: Path) ->
         qtrace.load(tmp_path / "net.mge")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("op", "mode", "scales"),
     [

@@ -48,6 +48,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_recurrent_node_becomes_a_layer_and_the_same_node_again(name: str, tmp_path: Path) -> None:
     path = save(_model(**FORMS[name]), tmp_path / "net.onnx")
@@ -103,6 +104,7 @@ def test_a_gradient_passes_through_it_while_quantized(name: str, tmp_path: Path)
     assert all(np.isfinite(p.grad.numpy()).all() for p in parameters.values() if p.grad is not None)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("op", _GATES)
 def test_layers_of_other_settings_share_their_weights(op: str, tmp_path: Path) -> None:
     net, rows = Net(), _GATES[op] * 6

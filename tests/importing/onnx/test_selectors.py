@@ -80,6 +80,7 @@ def _matched(traced: Any, match: dict[str, Any], backend: str = "onnxruntime") -
     return [f"{n.kind} {n.name}" for n in plan(traced, config).notes if "rules[0]" in n.matched]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("written", "kind"),
     [
@@ -99,6 +100,7 @@ def test_gate_sees_every_writing_of_a_gate(tmp_path: Path, written: str, kind: s
     assert matched[0] not in _matched(traced, {"gate": False})
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("written", "kind"),
     [

@@ -57,6 +57,7 @@ ONE_GRID = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ONE_GRID)
 def test_columns_that_one_grid_loses_are_broken_and_named(name):
     end, axis, large, small = ONE_GRID[name]
@@ -85,6 +86,7 @@ def test_of_several_outputs_the_worst_is_named(batch):
     assert [group.output for group in verdict.groups] == [0, 1, 1]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("backend", ["onnxruntime", "tflite", "qnn", "openvino", "tensorrt", "ncnn"])
 def test_diagnosis_never_calls_lost_scores_good(backend):
     def end(y):
@@ -124,6 +126,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", PLAIN)
 def test_no_false_alarm(name):
     diagnosis, _, _ = _diagnose(PLAIN[name], "tflite")

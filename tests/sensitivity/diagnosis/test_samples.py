@@ -80,6 +80,7 @@ KINDS: dict[str, tuple[Callable[[], M.Module], Callable[[int, int], np.ndarray]]
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_verdict_on_samples_of_the_calibration_is_good(kind: str) -> None:
     build, draw = KINDS[kind]

@@ -401,6 +401,7 @@ def test_names_and_paths(name):
             load_recipe(name)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name", ["mobilenet_v2+tflite", "tflite+mobilenet_v2", "mobilenet_v2 + backend/tflite"]
 )

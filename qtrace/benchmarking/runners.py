@@ -9,17 +9,13 @@ from __future__ import annotations
 import datetime
 import importlib
 import importlib.util
-import json
 import os
 import platform
-import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +26,6 @@ import numpy as np
 from qtrace.costs import Machine, processor_facts, processor_flags
 from qtrace.errors import ExportError, install
 from qtrace.plugins import ObjectPlugins
-from qtrace.runtimes.child import SECONDS
 from qtrace.runtimes.host import RuntimeHost
 
 __all__ = [
@@ -338,42 +333,10 @@ def differences(table: Machine, machine: Machine) -> list[str]:
     return [f"{name} {measured}, here {own}" for name, measured, own in pairs if measured != own]
 
 
-_CODE = "import sys; from qtrace.benchmarking.runners import measure; measure(sys.stdin.read())"
-
-
 def peak_memory(path: Path, runtime: str | None, settings: RunnerSettings) -> int | None:
     """Returns the bytes that loading and one run add to a process at most; None if it ends too early."""
-    if settings.host is not None:  # its process holds only the file
-        runner = open_file(path, runtime, settings)
-        return runner.memory() or None
-    order = {
-        "path": str(path),
-        "runtime": runtime,
-        "threads": settings.threads,
-        "batch": settings.batch,
-        "shapes": {name: list(shape) for name, shape in settings.shapes.items()},
-    }
+    host = settings.host or RuntimeHost(python=sys.executable)  # its process holds only the file
     try:
-        run = partial(subprocess.run, text=True, capture_output=True, timeout=SECONDS, check=True)
-        return int(run([sys.executable, "-c", _CODE], input=json.dumps(order)).stdout.split()[-1])
-    except (subprocess.SubprocessError, OSError, ValueError, IndexError):
+        return open_file(path, runtime, replace(settings, host=host)).memory() or None
+    except ExportError:
         return None
-
-
-def measure(text: str) -> None:
-    """Loads and runs the file that ``text`` describes, and prints the bytes; see `peak_memory`."""
-    order = json.loads(text)
-    shapes = {name: tuple(shape) for name, shape in order["shapes"].items()}
-    settings = RunnerSettings(order["threads"], order["batch"], shapes)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forgets the peak of the imports
-    before = _kilobytes("VmRSS")
-    runner = open_file(Path(order["path"]), order["runtime"], settings)
-    runner.run()
-    own = runner.memory()
-    print((_kilobytes("VmHWM") - before) * 1024 if own is None else own)
-
-
-def _kilobytes(name: str) -> int:
-    """Returns a line of the process's status: the memory in use, or its peak."""
-    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    return int(re.findall(rf"^{name}:\s*(\d+) kB", status, re.MULTILINE)[0])

@@ -16,6 +16,7 @@ module.
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -86,7 +87,10 @@ def describe_equivalent(config: Any) -> tuple[dict[str, Any], list[str]]:
         "weight": (config.weight_observer, config.weight_fake_quant),
     }
     for side, (make_observer, make_fake_quant) in parts.items():
-        observer, fake_quant = (None if make is None else make() for make in (make_observer, make_fake_quant))
+        try:
+            observer, fake_quant = (make and make() for make in (make_observer, make_fake_quant))
+        except Exception as error:
+            raise ConfigError(f"MegEngine's QConfig has parts of {side}s that fail: {error}.") from error
         if observer is None and fake_quant is None:
             continue
         kind = type(fake_quant).__name__
@@ -122,6 +126,8 @@ def describe_equivalent(config: Any) -> tuple[dict[str, Any], list[str]]:
 def _scheme(side: str, observer: Any, fake_quant: Any, lost: list[str]) -> QScheme:
     """Returns the scheme of a side; adds what lacks an equal to ``lost``."""
     dtype = (fake_quant or observer).dtype
+    if dtype != (observer or fake_quant).dtype:
+        lost.append(f"{side}s that are observed as {observer.dtype.name} and rounded as {dtype.name}")
     low, high = int(dtype.qmin), int(dtype.qmax)
     signed, affine = low < 0, getattr(observer, "mode", None) is QuantMode.ASYMMERTIC
     scheme = QScheme(
@@ -147,6 +153,8 @@ def _observer(side: str, observer: Any, lost: list[str]) -> dict[str, Any]:
         lost.append(f"{side}s without an observer" if observer is None else f"{kind} of {side}s")
         return {}
     name, options = _OBSERVERS[kind], {}
+    if observer.scale_limit != inspect.signature(type(observer)).parameters["eps"].default:
+        lost.append(f"the least scale of {side}s, {observer.scale_limit:g}")
     if name == "mse":
         lost.append(f"the search of HistogramObserver for {side}s")
         options = {"bins": observer.bins}

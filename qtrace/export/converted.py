@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import megengine as mge
 import numpy as np
 from megengine import Parameter
 from megengine.module import Module
@@ -37,7 +36,6 @@ from qtrace.fakequant.following.bn_fold import LAYERS, BnFold, BnFoldCall
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import flatten, set_parameter
-from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.kernels import read_array
 from qtrace.graph.notes import source_line
 from qtrace.graph.renewal import renew_all
@@ -293,11 +291,6 @@ class ConvertedGraph:
         """Returns `carried` without the outputs of ops that do nothing: the nodes that an export writes."""
         return {name: self.carried[name] for name in self.annotation.moved()}
 
-    @cached_property
-    def shapes(self) -> dict[Node, tuple[int, ...]]:
-        """Returns node -> shape for inputs of the traced shapes, by running the graph."""
-        return _shapes_of(self.module)
-
     def call(self, expr: Expr) -> OpCall | None:
         """Returns ``expr`` as its rule reads it; None for roundings, parameters and exprs without a rule."""
         op = self._ops.get(expr)
@@ -355,57 +348,6 @@ def _input_names(model: TracedModule) -> dict[TensorNode, str]:
     free = arguments - {n.name for e in exprs(model) for n in e.outputs}
     counts = Counter(bare.values())
     return {n: name if name in free and counts[name] == 1 else n.name for n, name in bare.items()}
-
-
-def _shapes_of(model: TracedModule, more: int = 0) -> dict[Node, tuple[int, ...]]:
-    """Returns node -> shape for inputs of the traced shapes, by a run.
-
-    If one module is called several times on maps of different sizes, its nodes are copies of one graph, and
-    all have recorded the sizes of one call.
-
-    Args:
-        model: the traced module.
-        more: by how much the first axis of every input is longer than traced.
-    """
-    return _ShapeRecorder(model).run_on_zeros(more)
-
-
-class _ShapeRecorder(Interpreter):
-    def __init__(self, model: TracedModule) -> None:
-        super().__init__(model)
-        self.shapes: dict[Node, tuple[int, ...]] = {}
-
-    def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
-        """Computes an expr; a fake quant returns its input, which has the same shape."""
-        if isinstance(owner(expr), (FakeQuant, BiasQuant)):
-            return (inputs[1],)
-        try:
-            return super().run_expr(expr, inputs)
-        except RuntimeError as error:  # such as the inverse of a matrix
-            raise ExportError(
-                f"{expr.outputs[0].name}: {op_label(expr)} cannot be computed on zeros, which is how shapes "
-                f"are found ({str(error).splitlines()[0]}): end the graph before it."
-            ) from error
-
-    def on_node(self, node: Node, value: Any) -> Any:
-        """Records the shape of a node."""
-        if isinstance(node, TensorNode):
-            self.shapes[node] = tuple(int(n) for n in value.shape)
-        return value
-
-    def run_on_zeros(self, more: int = 0) -> dict[Node, tuple[int, ...]]:
-        """Runs the graph on zeros, with ``more`` added to the first axes, and returns its shapes."""
-        module, *nodes = self.traced.graph.inputs
-        shapes = [tuple(int(size) for size in n.shape) for n in nodes]
-        shapes = [(s[0] + more, *s[1:]) if s else s for s in shapes]
-        zeros = [mge.Tensor(np.zeros(s, np.dtype(n.dtype))) for s, n in zip(shapes, nodes, strict=True)]
-        assert not isinstance(module, TensorNode)
-        level, mge.config.async_level = mge.config.async_level, 0  # an error must come where it is caught
-        try:
-            self._execute(self.traced.graph, [self.traced, *zeros], None)
-        finally:
-            mge.config.async_level = level
-        return self.shapes
 
 
 def is_plain(module: Module) -> bool:

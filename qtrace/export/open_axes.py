@@ -40,7 +40,7 @@ __all__ = [
 _LOG = logging.getLogger("qtrace")
 
 Types = Mapping[Node, TensorType | None]
-Problem = Callable[[Types, bool], str]
+Problem = Callable[[Types], str]
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ def find_declared_axes(graph: ConvertedGraph, problem_at: Problem, keeps_batch: 
 
     Args:
         graph: the graph.
-        problem_at: says why the graph cannot be written for types at other sizes, of which the second
-            argument says whether only batches differ; "" if it can.
+        problem_at: says why the graph cannot be written for types at other sizes; "" if it can.
         keeps_batch: whether a batch that an ONNX file fixes stays fixed.
     """
     record = read_open_axes(graph.module)
@@ -74,7 +73,7 @@ def find_declared_axes(graph: ConvertedGraph, problem_at: Problem, keeps_batch: 
         if keeps_batch and _fixes_batch(graph):
             return DeclaredAxes()
         batch = find_open_batch(graph)
-        if batch.inputs and (problem := problem_at(batch.types, True)):
+        if batch.inputs and (problem := problem_at(batch.types)):
             for node in graph.inputs:
                 if node in batch.inputs:
                     _warn(node.name, 0, "", problem)
@@ -148,7 +147,7 @@ def open_axes_of(graph: ConvertedGraph) -> tuple[OpenAxis, ...]:
     return (
         ()
         if record is None or not record.axes
-        else _writable(graph, SizedTypes(graph.module), record, lambda types, only_batch: "")
+        else _writable(graph, SizedTypes(graph.module), record, lambda types: "")
     )
 
 
@@ -184,7 +183,7 @@ def _problem(graph: ConvertedGraph, sized: SizedTypes, axes: Sequence[OpenAxis],
         types = sized.infer(shapes)
     except OpError as error:
         return str(error).rstrip(".")
-    return problem_at(types, all(axis.axis == 0 for axis in axes))
+    return problem_at(types)
 
 
 def _shapes(graph: ConvertedGraph) -> dict[str, tuple[int, ...]]:

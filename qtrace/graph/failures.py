@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sysconfig
@@ -10,20 +11,31 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import megengine
 from megengine.module import Module
 from megengine.traced_module.expr import Constant, Expr
 from megengine.traced_module.node import ModuleNode, NodeMixin
 from megengine.traced_module.traced_module import InternalGraph, TracedModuleBuilder
+from pydantic import TypeAdapter, ValidationError
 
 from qtrace.errors import GraphError, SchemeError, TraceError
 from qtrace.graph.notes import name_with_line, source_line
 from qtrace.graph.walk import op_label
 
-__all__ = ["LIBRARIES", "clean_up", "describe_failure", "explain", "parsing", "short", "user_line"]
+__all__ = [
+    "LIBRARIES",
+    "clean_up",
+    "describe_failure",
+    "explain",
+    "from_json",
+    "parsing",
+    "short",
+    "user_line",
+]
 
+_T = TypeVar("_T")
 _DAMAGES = (ValueError, LookupError, TypeError, AttributeError, RecursionError, SchemeError)
 
 # Beginnings of the paths of files that are not the user's code.
@@ -220,3 +232,23 @@ def parsing(record: str, cure: str) -> Iterator[None]:
         yield
     except _DAMAGES as error:
         raise GraphError(f"{record} damaged ({type(error).__name__}): {cure}.") from error
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def from_json(kind: type[_T], text: str) -> _T:
+    """Reads an object of a data class from JSON that may be damaged: its fields say what is right.
+
+    Raises:
+        ValueError: for other types of values, or a field that is missing.
+    """
+    try:
+        record: _T = _adapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from error
+    return record

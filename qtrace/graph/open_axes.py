@@ -13,7 +13,7 @@ from typing import Any
 import megengine as mge
 import numpy as np
 
-from qtrace.graph.failures import parsing
+from qtrace.graph.failures import from_json, parsing
 from qtrace.graph.inference import SMALL, OpError, TensorType, TypeInference, recorded_type
 from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Input, Node, TensorNode, TracedModule
@@ -205,15 +205,10 @@ def read_open_axes(traced: TracedModule) -> OpenAxes | None:
     if text is None:
         return None
     with parsing("the open axes that the model carries are", "import or trace it again"):
-        document = json.loads(text)
-        axes = tuple(OpenAxis(**item) for item in document["axes"])
-        fixed = tuple(FixedAxis(**item) for item in document["fixed"])
-        texts = [t for a in axes for t in (a.input, a.size, a.name)]
-        if not all(isinstance(t, str) for t in texts) or not all(isinstance(a.axis, int) for a in axes):
-            raise ValueError("its names are no text")
+        record = from_json(OpenAxes, text)
     ranks = {n.name: len(n.shape or ()) for n in traced.graph.inputs if isinstance(n, TensorNode)}
-    known = tuple(a for a in axes if 0 <= a.axis < ranks.get(a.input, 0))
-    return OpenAxes(known, tuple(a for a in fixed if a.input in ranks))
+    known = tuple(a for a in record.axes if 0 <= a.axis < ranks.get(a.input, 0))
+    return OpenAxes(known, tuple(a for a in record.fixed if a.input in ranks))
 
 
 def repeat_to(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:

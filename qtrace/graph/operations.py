@@ -35,6 +35,8 @@ from qtrace.graph.types import (
 from qtrace.graph.walk import get_module, op_label, owner, signature
 
 __all__ = [
+    "KERNELS",
+    "METHODS",
     "CanonicalCall",
     "CanonicalOp",
     "LayerCall",
@@ -234,45 +236,45 @@ def _path(node: Node) -> str | None:
 _BINARY = {
     **{"add": F.add, "sub": F.sub, "mul": F.mul, "truediv": F.div, "floordiv": F.floor_div},
     **{"mod": F.mod, "pow": F.pow, "matmul": F.matmul},
+    **{"and": F.logical_and, "or": F.logical_or, "xor": F.logical_xor},
+    **{"lshift": F.left_shift, "rshift": F.right_shift},
 }
 _REVERSED = {f"__r{name}__": function for name, function in _BINARY.items()}
-# Method of a tensor -> the function that computes the same from the same arguments.
-_METHODS: dict[str, Callable[..., Any]] = {
+METHODS: dict[str, Callable[..., Any]] = {
     **{f"__{name}__": function for name, function in _BINARY.items()},
     **{f"__i{name}__": function for name, function in _BINARY.items()},
     **_REVERSED,
     **{"__neg__": F.neg, "__abs__": F.abs, "__floor__": F.floor, "__ceil__": F.ceil, "__round__": F.round},
     **{"__lt__": F.less, "__le__": F.less_equal, "__gt__": F.greater, "__ge__": F.greater_equal},
-    **{"__eq__": F.equal, "__ne__": F.not_equal},
+    **{"__eq__": F.equal, "__ne__": F.not_equal, "__invert__": F.logical_not},
     **{"reshape": F.reshape, "transpose": F.transpose, "_broadcast": F.broadcast_to, "flatten": F.flatten},
     **{"sum": F.sum, "mean": F.mean, "prod": F.prod, "max": F.max, "min": F.min, "var": F.var},
 }
+"""Method of a tensor -> the function that computes the same from the same arguments."""
 _WITH_OPEN_TUPLE = ("reshape", "transpose", "_broadcast")  # x.reshape(2, -1) is F.reshape(x, (2, -1))
 _COMMUTATIVE = (F.add, F.mul, F.maximum, F.minimum, F.equal, F.not_equal)
 # Function, or method that no function equals -> kind of the operation.
 _KINDS: dict[Any, str] = {
-    **{F.add: "add", F.sub: "sub", F.mul: "mul", F.div: "div", F.pow: "pow", F.matmul: "matmul"},
-    **{F.maximum: "maximum", F.minimum: "minimum", F.neg: "neg", F.square: "square", F.sqrt: "sqrt"},
-    **{F.exp: "exp", F.log: "log", F.log1p: "log1p", F.abs: "abs", F.clip: "clip", functions.erf: "erf"},
-    **{F.relu: "relu", F.relu6: "relu6", F.sigmoid: "sigmoid", F.hsigmoid: "hsigmoid", F.tanh: "tanh"},
-    **{F.softplus: "softplus", F.softmax: "softmax", functions.hard_sigmoid: "hard_sigmoid"},
-    **{F.mean: "mean", F.sum: "sum", F.max: "max", F.norm: "norm", F.var: "var", F.concat: "concat"},
-    **{F.reshape: "reshape", F.transpose: "transpose", F.swapaxes: "swapaxes", F.squeeze: "squeeze"},
-    **{F.broadcast_to: "broadcast_to", F.nn.instance_norm: "instance_norm", "__getitem__": "getitem"},
+    **{f: f.__name__ for f in (F.add, F.sub, F.mul, F.div, F.pow, F.matmul, F.maximum, F.minimum, F.neg)},
+    **{f: f.__name__ for f in (F.square, F.sqrt, F.exp, F.log, F.log1p, F.abs, F.clip, functions.erf)},
+    **{f: f.__name__ for f in (F.relu, F.relu6, F.sigmoid, F.hsigmoid, F.tanh, F.softplus, F.softmax)},
+    **{f: f.__name__ for f in (functions.hard_sigmoid, F.mean, F.sum, F.max, F.norm, F.var, F.concat)},
+    **{f: f.__name__ for f in (F.reshape, F.transpose, F.swapaxes, F.squeeze, F.broadcast_to)},
+    **{F.nn.instance_norm: "instance_norm", "__getitem__": "getitem"},
 }
-_MODULES: dict[type[M.Module], str] = {
-    M.ReLU: "relu",
-    M.Sigmoid: "sigmoid",
-    M.Softmax: "softmax",
-    M.InstanceNorm: "instance_norm",
+_SAME_NAMES = (
+    "add sub mul pow floor_div mod relu relu6 sigmoid hsigmoid tanh silu gelu softplus logsigmoid prelu clip "
+    "exp expm1 log log1p sqrt square abs floor ceil round sign sin cos tan asin isnan isinf"
+)
+KERNELS: dict[str, Callable[..., Any]] = {
+    **{name.upper(): getattr(F, name) for name in _SAME_NAMES.split()},
+    **{"NEGATE": F.neg, "TRUE_DIV": F.div, "MAX": F.maximum, "MIN": F.minimum, "H_SWISH": F.hswish},
+    **{"LT": F.less, "LEQ": F.less_equal, "EQ": F.equal, "NEQ": F.not_equal, "ERF": functions.erf},
+    **{"AND": F.logical_and, "OR": F.logical_or, "XOR": F.logical_xor, "NOT": F.logical_not},
+    **{"SHL": F.left_shift, "SHR": F.right_shift},
 }
-# Elementwise kernel -> the function that computes the same.
-_KERNELS: dict[str, Callable[..., Any]] = {
-    **{"NEGATE": F.neg, "TRUE_DIV": F.div, "MAX": F.maximum, "MIN": F.minimum, "ERF": functions.erf},
-    **{"ADD": F.add, "SUB": F.sub, "MUL": F.mul, "POW": F.pow, "SQUARE": F.square, "SQRT": F.sqrt},
-    **{"EXP": F.exp, "LOG": F.log, "LOG1P": F.log1p, "ABS": F.abs, "TANH": F.tanh, "RELU": F.relu},
-    **{"RELU6": F.relu6, "SIGMOID": F.sigmoid, "HSIGMOID": F.hsigmoid, "SOFTPLUS": F.softplus},
-}
+"""Mode of the elementwise kernel -> the function that computes the same. F.greater and F.greater_equal are
+LT and LEQ with the operands exchanged."""
 # Number of leading arguments that are operands, where it is not 1.
 _OPERANDS = {
     **dict.fromkeys(("add", "sub", "mul", "div", "pow", "matmul", "maximum", "minimum"), 2),
@@ -379,10 +381,10 @@ def canonical_call(expr: Expr, layers: bool = False) -> CanonicalCall | None:
 def _called(expr: Expr) -> Any:
     """Returns the function that ``expr`` calls, or the name of a method or kernel that no function equals."""
     if isinstance(expr, Apply):
-        return _KERNELS.get(str(expr.opdef), type(expr.opdef).__name__)
+        return KERNELS.get(str(expr.opdef), type(expr.opdef).__name__)
     if isinstance(expr, CallFunction):
         return plain(expr.func)
-    return _METHODS.get(expr.method, expr.method)
+    return METHODS.get(expr.method, expr.method)
 
 
 def _bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
@@ -442,8 +444,8 @@ def possible_kinds(expr: Expr) -> tuple[str, ...]:
 def _kind(expr: Expr) -> str | None:
     if not isinstance(expr, (Apply, CallFunction, CallMethod)):
         return None
-    module = owner(expr)
-    return _KINDS.get(_called(expr)) if module is None else _MODULES.get(type(module))
+    layer = LAYERS.get(type(owner(expr)))
+    return _KINDS.get(_called(expr) if layer is None else layer[0])
 
 
 def read_operation(value: Any) -> OperandForm | None:

@@ -15,13 +15,14 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from qtrace.errors import GraphError
-from qtrace.graph.failures import parsing
+from qtrace.graph.failures import from_json, parsing
 from qtrace.graph.types import TracedModule
 
 __all__ = [
@@ -36,7 +37,6 @@ __all__ = [
     "joined",
     "move_results",
     "moved",
-    "parse_moves",
     "part_of",
     "places_of",
     "read_origin",
@@ -52,8 +52,7 @@ __all__ = [
 
 # The kind, and its numbers: ("transpose", axes), ("reshape", sizes), ("part", (axis, first, end)),
 # ("take", (axis, *places)).
-Move = tuple[str, tuple[int, ...]]
-_KINDS = ("transpose", "reshape", "part", "take")
+Move = tuple[Literal["transpose", "reshape", "part", "take"], tuple[int, ...]]
 
 
 def transposed_by(axes: Sequence[int]) -> Move:
@@ -147,18 +146,6 @@ def moved(values: np.ndarray, moves: Iterable[Move]) -> np.ndarray:
     return values
 
 
-def parse_moves(items: Any = ()) -> tuple[Move, ...]:
-    """Parses moves that were stored as lists.
-
-    Raises:
-        ValueError: when they are none.
-    """
-    moves = tuple((str(kind), tuple(int(n) for n in numbers)) for kind, numbers in items)
-    if any(kind not in _KINDS for kind, _ in moves):
-        raise ValueError("no such move of a stored tensor")
-    return moves
-
-
 _ATTRIBUTE = "onnx_origin"
 _MAX_VERSION = int(np.iinfo(np.int64).max)  # of a number in a protobuf file
 # Keys that most networks do not have.
@@ -178,6 +165,7 @@ _RARE = (
 )
 
 Facts = tuple[tuple[str, str], ...]
+_Fill = Annotated[float, Field(ge=0, le=1, multiple_of=1)]
 
 
 @dataclass(frozen=True)
@@ -208,8 +196,7 @@ class FileResult:
         return replace(self, pieces=tuple(name for name in names if name not in own))
 
 
-@dataclass(frozen=True)
-class FileRemark:
+class FileRemark(NamedTuple):
     """What the file says of a node.
 
     Attributes:
@@ -221,8 +208,7 @@ class FileRemark:
     facts: Facts = ()
 
 
-@dataclass(frozen=True)
-class FileParameter:
+class FileParameter(NamedTuple):
     """A stored tensor of the file.
 
     Attributes:
@@ -236,8 +222,7 @@ class FileParameter:
     moves: tuple[Move, ...] = ()
 
 
-@dataclass(frozen=True)
-class FileNorm:
+class FileNorm(NamedTuple):
     """A BatchNorm of the file that stands directly after a layer, and that `prepare` may fold into it.
 
     Attributes:
@@ -250,6 +235,11 @@ class FileNorm:
     bias: str
     eps: float
     tensors: tuple[str, str, str, str]
+
+
+def _name_texts(texts: list[str]) -> dict[str, Any]:
+    tensor, node, op, *pieces = texts
+    return {"tensor": tensor, "node": node, "op": op, "pieces": tuple(pieces)}
 
 
 @dataclass(frozen=True)
@@ -292,6 +282,8 @@ class FileOrigin:
         GraphError: for anything but text and whole numbers of 64 bits.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
+
     graph: str = ""
     doc: str = ""
     graph_doc: str = ""
@@ -305,13 +297,13 @@ class FileOrigin:
     end_facts: Mapping[str, Facts] = field(default_factory=dict)
     output_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     node_remarks: Mapping[str, FileRemark] = field(default_factory=dict)
-    results: Mapping[str, FileResult] = field(default_factory=dict)
+    results: Mapping[str, Annotated[FileResult, BeforeValidator(_name_texts)]] = field(default_factory=dict)
     parameters: Mapping[str, FileParameter] = field(default_factory=dict)
     norms: Mapping[str, FileNorm] = field(default_factory=dict)
     computed: Mapping[str, str] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
-    merged: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    merged: Mapping[str, tuple[_Fill, Annotated[int, Field(ge=0)]]] = field(default_factory=dict)
     frozen: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, FileParameter] = field(default_factory=dict)
     programs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -320,39 +312,19 @@ class FileOrigin:
         numbers = (self.model_version, self.opset, self.ir_version)
         if not all(type(n) is int and 0 <= n <= _MAX_VERSION for n in numbers):
             raise GraphError(f"the versions of an imported file are whole numbers, not {numbers}.")
-        texts = [self.graph, self.doc, self.graph_doc, self.producer, self.domain]
-        texts += [text for pair in self.end_docs.items() for text in pair]
-        texts += [text for name, axes in self.output_axes.items() for text in (name, *axes)]
-        texts += [*self.end_facts, *self.node_remarks, *(r.doc for r in self.node_remarks.values())]
-        groups = (self.graph_facts, *self.end_facts.values(), *(r.facts for r in self.node_remarks.values()))
-        texts += [text for facts in groups for pair in facts for text in pair]
-        for result in self.results.values():
-            texts += [result.tensor, result.node, result.op, *result.pieces]
-        texts += [*self.absent, *self.parts, *(text for pair in self.programs.values() for text in pair)]
-        texts += [own.tensor for own in (*self.parameters.values(), *self.parts.values())]
-        pairs = (*self.computed.items(), *self.tied.items(), *self.frozen.items())
-        texts += [text for pair in pairs for text in pair]
-        texts += [*self.merged]
-        texts += [text for norm in self.norms.values() for text in (norm.bias, *norm.tensors)]
-        if not all(isinstance(text, str) and _is_utf8(text) for text in texts):
+        try:
+            json.dumps(vars(self), default=vars, ensure_ascii=False).encode()
+        except (TypeError, UnicodeEncodeError) as error:
             raise GraphError(
                 "names and document strings of an imported file are text that UTF-8 can express."
-            )
+            ) from error
 
     def to_json(self) -> str:
         """Returns the origin as JSON text."""
-        document: dict[str, Any] = {}
-        for key in (f.name for f in fields(self)):
-            value = getattr(self, key)
-            document[key] = dict(value) if isinstance(value, Mapping) else value
+        document: dict[str, Any] = dict(vars(self))
         document["results"] = {key: [r.tensor, r.node, r.op, *r.pieces] for key, r in self.results.items()}
         for kind in ("parameters", "parts"):
-            document[kind] = {
-                key: [p.tensor, list(p.shape), *([p.moves] if p.moves else [])]
-                for key, p in document[kind].items()
-            }
-        document["norms"] = {key: [n.bias, n.eps, list(n.tensors)] for key, n in self.norms.items()}
-        document["node_remarks"] = {name: [r.doc, r.facts] for name, r in self.node_remarks.items()}
+            document[kind] = {key: p if p.moves else p[:2] for key, p in document[kind].items()}
         for key in _RARE:
             if not document[key]:
                 del document[key]
@@ -366,70 +338,10 @@ class FileOrigin:
             GraphError: when the text is anything else.
         """
         with parsing("the model's record of the file that it was imported from is", "import the file again"):
-            document = json.loads(text)
-            if {*document, *_RARE} != {f.name for f in fields(cls)}:
-                raise ValueError("it has other keys")
-            graph_facts = document.pop("graph_facts", ())
-            absent = tuple(document.pop("absent", ()))
-            merged = {path: _fill(*pair) for path, pair in document.pop("merged", {}).items()}
-            results = {
-                key: FileResult(tensor, node, op, tuple(pieces))
-                for key, (tensor, node, op, *pieces) in document.pop("results").items()
-            }
-            parameters, parts = (_tensors(document.pop(key, {})) for key in ("parameters", "parts"))
-            norms = {
-                key: FileNorm(bias, float(eps), _four(tensors))
-                for key, (bias, eps, tensors) in document.pop("norms", {}).items()
-            }
-            ends = {name: _pairs(facts) for name, facts in document.pop("end_facts", {}).items()}
-            remarks = {
-                name: FileRemark(doc, _pairs(facts))
-                for name, (doc, facts) in document.pop("node_remarks", {}).items()
-            }
-            programs = {path: (key, model) for path, (key, model) in document.pop("programs", {}).items()}
-            for _, model in programs.values():
+            origin = from_json(cls, text)
+            for _, model in origin.programs.values():
                 base64.b64decode(model, validate=True)
-            axes = {name: tuple(texts) for name, texts in document.pop("output_axes", {}).items()}
-            return cls(
-                **document,
-                output_axes=axes,
-                programs=programs,
-                absent=absent,
-                merged=merged,
-                graph_facts=_pairs(graph_facts),
-                end_facts=ends,
-                node_remarks=remarks,
-                results=results,
-                parameters=parameters,
-                parts=parts,
-                norms=norms,
-            )
-
-
-def _pairs(items: Sequence[Sequence[str]]) -> Facts:
-    return tuple((key, value) for key, value in items)
-
-
-def _tensors(items: Mapping[str, Sequence[Any]]) -> dict[str, FileParameter]:
-    return {
-        key: FileParameter(tensor, tuple(int(n) for n in shape), parse_moves(*moves))
-        for key, (tensor, shape, *moves) in items.items()
-    }
-
-
-def _fill(number: float, count: int) -> tuple[float, int]:
-    if number not in (0, 1) or count < 0:
-        raise ValueError("a merged layer is filled with other numbers than 0 and 1")
-    return float(number), int(count)
-
-
-def _four(texts: Sequence[str]) -> tuple[str, str, str, str]:
-    gamma, beta, mean, variance = texts
-    return gamma, beta, mean, variance
-
-
-def _is_utf8(text: str) -> bool:
-    return text.encode(errors="replace").decode() == text
+        return origin
 
 
 def hash_values(array: np.ndarray) -> str:

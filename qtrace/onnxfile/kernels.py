@@ -18,6 +18,7 @@ from qtrace.onnxfile.external_data import onnx, read_model
 from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.sessions import open_session
 from qtrace.runtimes.host import RuntimeHost
+from qtrace.runtimes.worker import describe_machine
 
 __all__ = [
     "SAFE_BITS",
@@ -41,7 +42,6 @@ _MOVES = "MaxPool Resize Transpose Reshape Flatten Concat Split Slice Squeeze Un
 SAFE_BITS = 7
 """The bits of weights of which two products with uint8 fit into 16 bits."""
 
-_CPU_INFO = Path("/proc/cpuinfo")
 _AMX = "amx_int8"
 _FIRST_WRONG, _FIRST_RIGHT = (1, 21), (1, 25)  # versions of onnxruntime
 
@@ -209,9 +209,7 @@ def products_are_wrong(host: RuntimeHost | None = None) -> bool:
 
 def _has_wrong_kernels() -> bool:
     """Whether the processor and the version of onnxruntime are those that are known to be wrong."""
-    if importlib.util.find_spec("onnxruntime") is None or not _CPU_INFO.is_file():
-        return False
-    if _AMX not in _CPU_INFO.read_text(errors="replace").split():
+    if importlib.util.find_spec("onnxruntime") is None or _AMX not in describe_machine()["flags"]:
         return False
     numbers = re.findall(r"\d+", metadata.version("onnxruntime"))
     return _FIRST_WRONG <= tuple(map(int, numbers[:2])) < _FIRST_RIGHT

@@ -151,9 +151,10 @@ class OrtSession(abc.ABC):
 
     side: Mapping[str, Any]
 
-    def __init__(self, facts: Mapping[str, Any]) -> None:
-        self.inputs = [SessionValue(**each) for each in facts["inputs"]]
-        self.outputs = [SessionValue(**each) for each in facts["outputs"]]
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.inputs = [SessionValue(**each) for each in file.facts["inputs"]]
+        self.outputs = [SessionValue(**each) for each in file.facts["outputs"]]
 
     @abc.abstractmethod
     def run(self, names: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -183,13 +184,15 @@ class OrtSession(abc.ABC):
     def memory(self) -> int | None:
         """Returns the bytes that the model added to the process of a host at most; None for this process."""
 
-    @abc.abstractmethod
     def end_profile(self) -> bytes:
         """Ends the profile and returns it, as JSON."""
+        content: bytes = self._file.profile()
+        return content
 
-    @abc.abstractmethod
     def optimized(self) -> bytes:
         """Returns the model as onnxruntime optimized it, without its large tensors."""
+        content: bytes = self._file.optimized()
+        return content
 
 
 class LocalSession(OrtSession):
@@ -213,11 +216,11 @@ class LocalSession(OrtSession):
             request["entries"][USE_SHARED_ARENA] = "1"
         path = "" if isinstance(model, bytes) else str(model)
         try:
-            self._file = worker.Onnxruntime({**request, "path": path}, [model])
+            file = worker.Onnxruntime({**request, "path": path}, [model])
         except onnxruntime_errors() as error:
             raise SessionError(f"cannot run {subject}", error) from error
         self.side = {}
-        super().__init__(self._file.facts)
+        super().__init__(file)
 
     def run(self, names: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """See `OrtSession.run`."""
@@ -238,14 +241,6 @@ class LocalSession(OrtSession):
     def memory(self) -> None:
         """See `OrtSession.memory`."""
         return None
-
-    def end_profile(self) -> bytes:
-        """See `OrtSession.end_profile`."""
-        return self._file.profile()
-
-    def optimized(self) -> bytes:
-        """See `OrtSession.optimized`."""
-        return self._file.optimized()
 
 
 def onnxruntime_errors() -> tuple[type[Exception], ...]:

@@ -35,16 +35,18 @@ class HostedSession(OrtSession):
         ExportError: when the host cannot be reached, or lacks onnxruntime.
     """
 
+    _file: RuntimeFile
+
     def __init__(
         self, model: bytes | Path, settings: SessionSettings, subject: str, host: RuntimeHost
     ) -> None:
         try:
             child = RuntimeChild("onnxruntime", "onnxruntime", subject, host)
-            self._file = _open_file(child, host, model, settings)
+            file = _open_file(child, host, model, settings)
         except RefusalError as error:
             raise SessionError(f"cannot run {subject}", error.reason) from error
         self.side = child.side
-        super().__init__(self._file.facts)
+        super().__init__(file)
 
     def run(self, names: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """See `OrtSession.run`."""
@@ -61,14 +63,6 @@ class HostedSession(OrtSession):
     def memory(self) -> int | None:
         """See `OrtSession.memory`."""
         return self._file.memory()
-
-    def end_profile(self) -> bytes:
-        """See `OrtSession.end_profile`."""
-        return self._file.profile()
-
-    def optimized(self) -> bytes:
-        """See `OrtSession.optimized`."""
-        return self._file.optimized()
 
 
 def _open_file(

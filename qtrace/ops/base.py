@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from qtrace.graph.opaque import OpaqueOp
+from qtrace.graph.operations import KERNELS, METHODS
 from qtrace.graph.types import Expr, TensorNode
 from qtrace.graph.walk import is_float_tensor, owner
 
@@ -127,10 +128,12 @@ def op_rule(
         role: the role of the op.
         read: reads a matching expr.
         *callees: module classes and functions.
-        methods: names of Tensor methods.
-        kernels: names of kernels.
+        methods: names of Tensor methods that `METHODS` does not have.
+        kernels: names of kernels that `KERNELS` does not have.
         reason: for a float or shape role, why the op is not quantized.
     """
+    methods = (*(name for name, function in METHODS.items() if function in callees), *methods)
+    kernels = (*(name for name, function in KERNELS.items() if function in callees), *kernels)
     targets = (
         *(Callee("module" if isinstance(c, type) else "function", c) for c in callees),
         *(Callee("method", name) for name in methods),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from qtrace.ops.arguments import (
     tensors,
     unreadable,
 )
-from qtrace.ops.base import OpRule, Reading, Role, op_rule, typed
+from qtrace.ops.base import Reading, Role, op_rule, typed
 
 __all__ = ["RULES", "binary", "number_or_node", "unary"]
 
@@ -82,36 +81,24 @@ def _elemwise(expr: Expr) -> Reading:
     return typed(expr, tensors(*positional(expr)), {"mode": mode})
 
 
-def _operators(name: str) -> tuple[str, ...]:
-    return f"__{name}__", f"__i{name}__", f"__r{name}__"
-
-
 _POWER = "its output spans a power of its input's range"
 _ROUNDS = "it rounds: an error of one step changes a whole value"
 _WRAPS = "it wraps around: an error of one step can change the whole range"
 
 _ARITHMETIC = (
-    op_rule("add", Role.ELEMENTWISE, binary, F.add, methods=_operators("add"), kernels=["ADD"]),
-    op_rule("sub", Role.ELEMENTWISE, binary, F.sub, methods=_operators("sub"), kernels=["SUB"]),
-    op_rule("mul", Role.ELEMENTWISE, binary, F.mul, methods=_operators("mul"), kernels=["MUL"]),
-    op_rule("div", Role.ELEMENTWISE, division, F.div, methods=_operators("truediv"), kernels=["TRUE_DIV"]),
-    op_rule("maximum", Role.ELEMENTWISE, binary, F.maximum, kernels=["MAX"]),
-    op_rule("minimum", Role.ELEMENTWISE, binary, F.minimum, kernels=["MIN"]),
-    op_rule("neg", Role.ELEMENTWISE, unary, F.neg, methods=["__neg__"], kernels=["NEGATE"]),
-    op_rule("abs", Role.ELEMENTWISE, unary, F.abs, methods=["__abs__"], kernels=["ABS"]),
+    op_rule("add", Role.ELEMENTWISE, binary, F.add),
+    op_rule("sub", Role.ELEMENTWISE, binary, F.sub),
+    op_rule("mul", Role.ELEMENTWISE, binary, F.mul),
+    op_rule("div", Role.ELEMENTWISE, division, F.div),
+    op_rule("maximum", Role.ELEMENTWISE, binary, F.maximum),
+    op_rule("minimum", Role.ELEMENTWISE, binary, F.minimum),
+    op_rule("neg", Role.ELEMENTWISE, unary, F.neg),
+    op_rule("abs", Role.ELEMENTWISE, unary, F.abs),
     op_rule("elemwise", Role.ELEMENTWISE, _elemwise, M.Elemwise),
-    op_rule("pow", Role.FLOAT, binary, F.pow, methods=_operators("pow"), kernels=["POW"], reason=_POWER),
-    op_rule("square", Role.FLOAT, unary, F.square, kernels=["SQUARE"], reason=_POWER),
-    op_rule(
-        "floor_div",
-        Role.FLOAT,
-        binary,
-        F.floor_div,
-        methods=_operators("floordiv"),
-        kernels=["FLOOR_DIV"],
-        reason=_ROUNDS,
-    ),
-    op_rule("mod", Role.FLOAT, binary, F.mod, methods=_operators("mod"), kernels=["MOD"], reason=_WRAPS),
+    op_rule("pow", Role.FLOAT, binary, F.pow, reason=_POWER),
+    op_rule("square", Role.FLOAT, unary, F.square, reason=_POWER),
+    op_rule("floor_div", Role.FLOAT, binary, F.floor_div, reason=_ROUNDS),
+    op_rule("mod", Role.FLOAT, binary, F.mod, reason=_WRAPS),
 )
 
 
@@ -151,19 +138,19 @@ _LOGARITHM = "it takes a logarithm, whose small differences 8 bits lose"
 _ACCURATE = "it keeps its accuracy only in float between 8-bit neighbours"
 
 _ACTIVATION = (
-    op_rule("relu", Role.ACTIVATION, unary, M.ReLU, F.relu, kernels=["RELU"]),
-    op_rule("relu6", Role.ACTIVATION, unary, F.relu6, kernels=["RELU6"]),
-    op_rule("clip", Role.ACTIVATION, _clip, F.clip, kernels=["CLIP"]),
+    op_rule("relu", Role.ACTIVATION, unary, M.ReLU, F.relu),
+    op_rule("relu6", Role.ACTIVATION, unary, F.relu6),
+    op_rule("clip", Role.ACTIVATION, _clip, F.clip),
     op_rule("leaky_relu", Role.ELEMENTWISE, _leaky_relu, M.LeakyReLU, F.leaky_relu),
-    op_rule("prelu", Role.ELEMENTWISE, _prelu, M.PReLU, F.nn.prelu, kernels=["PRELU"]),
-    op_rule("sigmoid", Role.ELEMENTWISE, unary, M.Sigmoid, F.sigmoid, kernels=["SIGMOID"]),
-    op_rule("silu", Role.ELEMENTWISE, unary, M.SiLU, F.silu, kernels=["SILU"]),
-    op_rule("hswish", Role.ELEMENTWISE, unary, F.hswish, kernels=["H_SWISH"]),
-    op_rule("hsigmoid", Role.ELEMENTWISE, unary, F.hsigmoid, kernels=["HSIGMOID"]),
-    op_rule("tanh", Role.ELEMENTWISE, unary, F.tanh, kernels=["TANH"]),
-    op_rule("gelu", Role.FLOAT, unary, M.GELU, F.gelu, kernels=["GELU"], reason=_ACCURATE),
-    op_rule("softplus", Role.FLOAT, unary, F.softplus, kernels=["SOFTPLUS"], reason=_LOGARITHM),
-    op_rule("logsigmoid", Role.FLOAT, unary, F.logsigmoid, kernels=["LOGSIGMOID"], reason=_LOGARITHM),
+    op_rule("prelu", Role.ELEMENTWISE, _prelu, M.PReLU, F.nn.prelu),
+    op_rule("sigmoid", Role.ELEMENTWISE, unary, M.Sigmoid, F.sigmoid),
+    op_rule("silu", Role.ELEMENTWISE, unary, M.SiLU, F.silu),
+    op_rule("hswish", Role.ELEMENTWISE, unary, F.hswish),
+    op_rule("hsigmoid", Role.ELEMENTWISE, unary, F.hsigmoid),
+    op_rule("tanh", Role.ELEMENTWISE, unary, F.tanh),
+    op_rule("gelu", Role.FLOAT, unary, M.GELU, F.gelu, reason=_ACCURATE),
+    op_rule("softplus", Role.FLOAT, unary, F.softplus, reason=_LOGARITHM),
+    op_rule("logsigmoid", Role.FLOAT, unary, F.logsigmoid, reason=_LOGARITHM),
 )
 
 
@@ -175,32 +162,21 @@ _STEEP = "it is steep near the end of its range, where one step of 8 bits is muc
 _PERIODIC = "it is periodic: the position in a period needs more than 8 bits"
 
 
-def _rule(kind: str, function: Callable[..., Any], kernel: str, reason: str, *methods: str) -> OpRule:
-    kernels = [kernel] if kernel else []
-    return op_rule(kind, Role.FLOAT, unary, function, methods=methods, kernels=kernels, reason=reason)
-
-
+_OF_ONE_NUMBER = {
+    _WIDE: (F.exp, F.expm1, F.sinh, F.cosh),
+    _DEEP: (F.log, F.log1p, F.asinh, F.acosh),
+    _STEEP: (F.asin, F.acos, F.atan, F.atanh),
+    _PERIODIC: (F.sin, F.cos, F.tan),
+    _ROUNDS: (F.floor, F.ceil, F.round),
+    "it is steep near zero, where one step of 8 bits is much": (F.sqrt,),
+    "it is decided at zero, which rounding moves": (F.sign,),
+}
 _POINTWISE = (
-    _rule("exp", F.exp, "EXP", _WIDE),
-    _rule("expm1", F.expm1, "EXPM1", _WIDE),
-    _rule("log", F.log, "LOG", _DEEP),
-    _rule("log1p", F.log1p, "LOG1P", _DEEP),
-    _rule("sqrt", F.sqrt, "SQRT", "it is steep near zero, where one step of 8 bits is much"),
-    _rule("floor", F.floor, "FLOOR", _ROUNDS, "__floor__"),
-    _rule("ceil", F.ceil, "CEIL", _ROUNDS, "__ceil__"),
-    _rule("round", F.round, "ROUND", _ROUNDS, "__round__"),
-    _rule("sign", F.sign, "SIGN", "it is decided at zero, which rounding moves"),
-    _rule("sin", F.sin, "SIN", _PERIODIC),
-    _rule("cos", F.cos, "COS", _PERIODIC),
-    _rule("tan", F.tan, "TAN", _PERIODIC),
-    _rule("asin", F.asin, "ASIN", _STEEP),
-    _rule("acos", F.acos, "", _STEEP),
-    _rule("atan", F.atan, "", _STEEP),
-    _rule("sinh", F.sinh, "", _WIDE),
-    _rule("cosh", F.cosh, "", _WIDE),
-    _rule("asinh", F.asinh, "", _DEEP),
-    _rule("acosh", F.acosh, "", _DEEP),
-    _rule("atanh", F.atanh, "", _STEEP),
+    *(
+        op_rule(function.__name__, Role.FLOAT, unary, function, reason=reason)
+        for reason, functions in _OF_ONE_NUMBER.items()
+        for function in functions
+    ),
     op_rule("atan2", Role.FLOAT, binary, F.atan2, reason=_PERIODIC),
     op_rule("logaddexp", Role.FLOAT, binary, F.logaddexp, reason=_DEEP),
 )

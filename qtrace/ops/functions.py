@@ -69,7 +69,7 @@ _ACCURATE = "it keeps its accuracy only in float between 8-bit neighbours"
 _EXPANDED = "prepare writes it as products and a softmax, which are quantized"
 
 _FUNCTIONS = (
-    op_rule("erf", Role.FLOAT, unary, functions.erf, kernels=["ERF"], reason=_ACCURATE),
+    op_rule("erf", Role.FLOAT, unary, functions.erf, reason=_ACCURATE),
     _float("gelu_tanh", unary, functions.gelu_tanh, _ACCURATE),
     op_rule("hard_sigmoid", Role.ELEMENTWISE, _hard_sigmoid, functions.hard_sigmoid),
     op_rule("mish", Role.ELEMENTWISE, unary, functions.mish),

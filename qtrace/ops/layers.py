@@ -68,15 +68,7 @@ def _matmul(expr: Expr) -> Reading:
 
 _LINEAR = (
     op_rule("linear", Role.COMPUTE, _linear, F.linear),
-    op_rule(
-        "matmul",
-        Role.COMPUTE,
-        _matmul,
-        F.matmul,
-        F.dot,
-        methods=["__matmul__", "__imatmul__", "__rmatmul__"],
-        kernels=["MatrixMul", "BatchedMatrixMul"],
-    ),
+    op_rule("matmul", Role.COMPUTE, _matmul, F.matmul, F.dot, kernels=["MatrixMul", "BatchedMatrixMul"]),
 )
 
 
@@ -113,6 +105,8 @@ def _float(expr: Expr) -> Reading:
 _SAMPLES = "it samples between pixels at offsets that 8 bits would round"
 _PLACES = "no runtime has integer kernels for a weight of its own at every place"
 _REGIONS = "no runtime has integer kernels for regions"
+_DEFORMABLE = (M.DeformableConv2d, F.nn.deformable_conv2d)
+_RESTRICTED = (M.RegionRestrictedConv, F.nn.region_restricted_conv)
 
 _CONV = (
     op_rule("conv1d", Role.COMPUTE, _conv(1), F.nn.conv1d),
@@ -120,23 +114,9 @@ _CONV = (
     op_rule("conv3d", Role.COMPUTE, _conv(3), F.nn.conv3d),
     op_rule("conv_transpose2d", Role.COMPUTE, _conv(2, True), F.conv_transpose2d),
     op_rule("conv_transpose3d", Role.COMPUTE, _conv(3, True), F.nn.conv_transpose3d),
-    op_rule(
-        "deformable_conv2d",
-        Role.FLOAT,
-        _float,
-        M.DeformableConv2d,
-        F.nn.deformable_conv2d,
-        reason=_SAMPLES,
-    ),
+    op_rule("deformable_conv2d", Role.FLOAT, _float, *_DEFORMABLE, reason=_SAMPLES),
     op_rule("local_conv2d", Role.FLOAT, _float, M.LocalConv2d, F.nn.local_conv2d, reason=_PLACES),
-    op_rule(
-        "region_restricted_conv",
-        Role.FLOAT,
-        _float,
-        M.RegionRestrictedConv,
-        F.nn.region_restricted_conv,
-        reason=_REGIONS,
-    ),
+    op_rule("region_restricted_conv", Role.FLOAT, _float, *_RESTRICTED, reason=_REGIONS),
 )
 
 
@@ -264,6 +244,7 @@ def _float_norm(
     return op_rule(kind, Role.FLOAT, read, *callees, kernels=kernels, reason=reason)
 
 
+_LAYER_NORMS = (M.LayerNorm, F.nn.layer_norm)
 _BATCH_NORMS = (M.BatchNorm2d, M.BatchNorm1d, M.SyncBatchNorm, F.nn.batch_norm)
 
 _NORM = (
@@ -273,13 +254,7 @@ _NORM = (
     _float_norm("logsumexp", _named_axis, F.logsumexp),
     _float_norm("norm", _named_axis, F.norm),
     _float_norm("normalize", _named_axis, F.normalize),
-    _float_norm(
-        "layer_norm",
-        _affine("normalized_shape"),
-        M.LayerNorm,
-        F.nn.layer_norm,
-        kernels=("LayerNorm",),
-    ),
+    _float_norm("layer_norm", _affine("normalized_shape"), *_LAYER_NORMS, kernels=("LayerNorm",)),
     _float_norm("group_norm", _affine("num_groups"), M.GroupNorm, F.nn.group_norm, kernels=("GroupNorm",)),
     _float_norm("instance_norm", _affine(), M.InstanceNorm, F.nn.instance_norm, kernels=("InstanceNorm",)),
     _float_norm("general_norm", _affine("normalized_axis"), M.GeneralNorm, F.nn.general_norm),

@@ -150,20 +150,13 @@ def _sliding_window(expr: Expr) -> Reading:
 
 
 _MOVE = (
-    op_rule("reshape", Role.CARRY, _spread("target_shape"), F.reshape, methods=["reshape"]),
-    op_rule("transpose", Role.CARRY, _spread("pattern"), F.transpose, methods=["transpose"]),
+    op_rule("reshape", Role.CARRY, _spread("target_shape"), F.reshape),
+    op_rule("transpose", Role.CARRY, _spread("pattern"), F.transpose),
     op_rule("swapaxes", Role.CARRY, _swapaxes, F.swapaxes),
-    op_rule("flatten", Role.CARRY, _flatten, F.flatten, methods=["flatten"]),
+    op_rule("flatten", Role.CARRY, _flatten, F.flatten),
     op_rule("expand_dims", Role.CARRY, _expand_dims, F.expand_dims, kernels=["AddAxis"]),
     op_rule("squeeze", Role.CARRY, _squeeze, F.squeeze, kernels=["RemoveAxis"]),
-    op_rule(
-        "broadcast_to",
-        Role.CARRY,
-        _spread("shape"),
-        F.broadcast_to,
-        methods=["_broadcast"],
-        kernels=["Broadcast"],
-    ),
+    op_rule("broadcast_to", Role.CARRY, _spread("shape"), F.broadcast_to, kernels=["Broadcast"]),
     op_rule("repeat", Role.CARRY, _repeat, F.repeat),
     op_rule("tile", Role.CARRY, _spread("reps"), F.tile),
     op_rule("roll", Role.CARRY, _roll, F.roll),

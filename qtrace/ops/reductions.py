@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import megengine.functional as F
 
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import is_float_tensor
 from qtrace.ops.arguments import arguments, named, tensors
-from qtrace.ops.base import INTEGERS, OpRule, Reading, Role, op_rule, typed
+from qtrace.ops.base import INTEGERS, Reading, Role, op_rule, typed
 from qtrace.ops.elementwise import binary, unary
 
 __all__ = ["RULES"]
@@ -28,12 +27,12 @@ _PRODUCTS = "products of many values span orders of magnitude"
 _SPREAD = "it squares differences, whose range 8 bits do not hold"
 
 _REDUCE = (
-    op_rule("mean", Role.ELEMENTWISE, _reduction, F.mean, methods=["mean"]),
-    op_rule("sum", Role.ELEMENTWISE, _reduction, F.sum, methods=["sum"]),
-    op_rule("max", Role.CARRY, _reduction, F.max, methods=["max"]),
-    op_rule("min", Role.CARRY, _reduction, F.min, methods=["min"]),
-    op_rule("prod", Role.FLOAT, _reduction, F.prod, methods=["prod"], reason=_PRODUCTS),
-    op_rule("var", Role.FLOAT, _reduction, F.var, methods=["var"], reason=_SPREAD),
+    op_rule("mean", Role.ELEMENTWISE, _reduction, F.mean),
+    op_rule("sum", Role.ELEMENTWISE, _reduction, F.sum),
+    op_rule("max", Role.CARRY, _reduction, F.max),
+    op_rule("min", Role.CARRY, _reduction, F.min),
+    op_rule("prod", Role.FLOAT, _reduction, F.prod, reason=_PRODUCTS),
+    op_rule("var", Role.FLOAT, _reduction, F.var, reason=_SPREAD),
     op_rule("std", Role.FLOAT, _reduction, F.std, reason=_SPREAD),
 )
 
@@ -92,33 +91,16 @@ def _allow_mixed(read: Callable[[Expr], Reading]) -> Callable[[Expr], Reading]:
 _BINARY, _UNARY = _allow_mixed(binary), _allow_mixed(unary)
 
 
-def _comparison(kind: str, function: Callable[..., Any], method: str, *kernels: str) -> OpRule:
-    reason = "it compares: near a tie, rounding would decide"
-    return op_rule(kind, Role.FLOAT, _BINARY, function, methods=[method], kernels=kernels, reason=reason)
-
-
-def _logic(kind: str, function: Callable[..., Any], kernel: str, *methods: str) -> OpRule:
-    read = _UNARY if kind == "logical_not" else _BINARY
-    reason = "it computes on booleans or integers"
-    return op_rule(kind, Role.SHAPE, read, function, methods=methods, kernels=[kernel], reason=reason)
-
-
+_TIE = "it compares: near a tie, rounding would decide"
+_BOOLEANS = "it computes on booleans or integers"
+_COMPARISONS = (F.less, F.less_equal, F.greater, F.greater_equal, F.equal, F.not_equal)
+_LOGIC = (F.logical_and, F.logical_or, F.logical_xor, F.left_shift, F.right_shift)
 _COMPARE = (
-    _comparison("less", F.less, "__lt__", "LT"),
-    _comparison("less_equal", F.less_equal, "__le__", "LEQ"),
-    # Their kernels are LT and LEQ with the operands exchanged.
-    _comparison("greater", F.greater, "__gt__"),
-    _comparison("greater_equal", F.greater_equal, "__ge__"),
-    _comparison("equal", F.equal, "__eq__", "EQ"),
-    _comparison("not_equal", F.not_equal, "__ne__", "NEQ"),
-    op_rule("isnan", Role.FLOAT, _UNARY, F.isnan, kernels=["ISNAN"], reason="integers are never NaN"),
-    op_rule("isinf", Role.FLOAT, _UNARY, F.isinf, kernels=["ISINF"], reason="integers are never infinite"),
-    _logic("logical_and", F.logical_and, "AND", "__and__", "__iand__", "__rand__"),
-    _logic("logical_or", F.logical_or, "OR", "__or__", "__ior__", "__ror__"),
-    _logic("logical_xor", F.logical_xor, "XOR", "__xor__", "__ixor__", "__rxor__"),
-    _logic("logical_not", F.logical_not, "NOT", "__invert__"),
-    _logic("left_shift", F.left_shift, "SHL", "__lshift__", "__ilshift__", "__rlshift__"),
-    _logic("right_shift", F.right_shift, "SHR", "__rshift__", "__irshift__", "__rrshift__"),
+    *(op_rule(f.__name__, Role.FLOAT, _BINARY, f, reason=_TIE) for f in _COMPARISONS),
+    op_rule("isnan", Role.FLOAT, _UNARY, F.isnan, reason="integers are never NaN"),
+    op_rule("isinf", Role.FLOAT, _UNARY, F.isinf, reason="integers are never infinite"),
+    *(op_rule(f.__name__, Role.SHAPE, _BINARY, f, reason=_BOOLEANS) for f in _LOGIC),
+    op_rule("logical_not", Role.SHAPE, _UNARY, F.logical_not, reason=_BOOLEANS),
 )
 
 RULES = (*_REDUCE, *_SEARCH, *_COMPARE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megengine.module import Identity
@@ -329,54 +329,6 @@ class Annotation:
             del data["dynamic"]
         return json.dumps(data, default=_plain, sort_keys=True)  # asdict would copy every value first
 
-    @classmethod
-    def from_json(cls, text: str) -> Annotation:
-        """Reads what `to_json` wrote."""
-        data = json.loads(text)
-        return cls(
-            backend=data["backend"],
-            notes=tuple(_note(n) for n in data["notes"]),
-            sites=tuple(_site(s) for s in data["sites"]),
-            carried=data["carried"],
-            folds=tuple(Fold(**f) for f in data["folds"]),
-            origins=tuple(data["origins"]),
-            inputs=tuple(data["inputs"]),
-            outputs=tuple(data["outputs"]),
-            factors=data["factors"],
-            placement=None if (placement := data.get("placement")) is None else _placement(placement),
-            dynamic=tuple(
-                DynamicInput(**{**d, "consumers": tuple(d["consumers"])}) for d in data.get("dynamic", ())
-            ),
-        )
-
 
 def _plain(value: Any) -> dict[str, Any]:
     return value.to_dict() if isinstance(value, QScheme) else vars(value)
-
-
-def _note(data: dict[str, Any]) -> ExprNote:
-    plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
-    return ExprNote(**plain)
-
-
-def _placement(data: dict[str, Any]) -> PlacementNote:
-    """Reads a placement, also from an earlier version, which told other figures of it."""
-    known = {key.name for key in fields(PlacementNote)}
-    rows = tuple(PlacementRow(**row) for row in data.get("rows", ()))
-    return PlacementNote(**{**{key: value for key, value in data.items() if key in known}, "rows": rows})
-
-
-def _site(data: dict[str, Any]) -> Site:
-    plan = data["plan"]
-    if plan is not None:
-        pairs = {k: tuple((a, b) for a, b in plan[k]) for k in ("observer_options", "fakequant_options")}
-        plan = Plan(**{**plan, **pairs, "scheme": QScheme.from_dict(plan["scheme"])})
-    consumers = data["consumers"]
-    return Site(
-        **{
-            **data,
-            "plan": plan,
-            "consumers": None if consumers is None else tuple(consumers),
-            "channel_axes": tuple(data["channel_axes"]),
-        }
-    )

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from megengine import Tensor
 from megengine.module import Module
+from pydantic import Json
 
 from qtrace.config import QConfig
 from qtrace.errors import ConfigError, GraphError
@@ -23,7 +24,7 @@ from qtrace.fakequant.following.bias import BIAS_QMAX, BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold, BnFoldCall
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.edit import RECORD_ATTRIBUTE
-from qtrace.graph.failures import parsing
+from qtrace.graph.failures import from_json, parsing
 from qtrace.graph.kernels import read_array
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import describe_path, exprs, owner, users
@@ -101,8 +102,8 @@ class Record:
             empty unless the config asks for float16.
     """
 
-    stage: str
-    annotation: Annotation
+    stage: Literal["prepared", "converted"]
+    annotation: Json[Annotation]
     qconfig: dict[str, Any]
     log: tuple[str, ...]
     ptq: tuple[dict[str, Any], ...] = ()
@@ -154,7 +155,7 @@ def read_record(model: Module, stage: str | None = None) -> Record:
             "call qtrace.prepare on a traced one first, or give a file that `qtrace calibrate` wrote."
         )
     with parsing("the quantization record of the model is", "make the model again"):
-        record = _parse(text)
+        record = from_json(Record, text)
     _check_backend(record.annotation.backend)
     if stage is not None and record.stage != stage:
         todo = (
@@ -174,20 +175,6 @@ def _check_backend(name: str) -> None:
             f"the model was made for the backend {name!r} of your own: import {module} first, on the command "
             f"line with --allow {name}, if you trust it."
         )
-
-
-def _parse(text: str) -> Record:
-    """Parses the text that `write_record` attached; the text comes from a file and may be anything."""
-    data = json.loads(text)
-    annotation = Annotation.from_json(data["annotation"])
-    log, ptq = tuple(data["log"]), tuple(data.get("ptq", ()))
-    if data["stage"] not in ("prepared", "converted") or not isinstance(data["qconfig"], dict):
-        raise ValueError
-    brought = data.get("native", {}).items()
-    native = {str(g): NativeScale(str(s["origin"]), float(s["scale"])) for g, s in brought}
-    notes = tuple(str(note) for note in data.get("native_notes", ()))
-    ranges = {str(node): float(largest) for node, largest in data.get("float_ranges", {}).items()}
-    return Record(data["stage"], annotation, data["qconfig"], log, ptq, native, notes, ranges)
 
 
 def is_quantized(model: Module) -> bool:

@@ -39,25 +39,26 @@ def with_suffix(out: Path, suffix: str) -> str:
 
 
 def describe_suffixes(out: Path) -> str:
-    """Says that none of qtrace's own backends takes a file by its name, and which suffixes they take."""
+    """Says that no target takes a file by its name, and which suffixes they take."""
     targets: dict[str, list[str]] = {}
     for name, suffix in _suffixes().items():
         targets.setdefault(suffix, []).append(name)
     known = ", ".join(f"{suffix} ({', '.join(names)})" for suffix, names in sorted(targets.items()))
     what = f"the suffix {out.suffix}, which no target takes" if out.suffix else "no suffix"
-    others = [name for name in backends.known() if name not in backends.packaged()]
-    other = f", or give a target ({', '.join(others)})" if others else ""
-    return f"{out.name} has {what}: name the file with one of {known}{other}."
+    return f"{out.name} has {what}: name the file with one of {known}."
 
 
 def target_of(suffix: str) -> str | None:
-    """Returns the backend that alone takes files of a suffix; None for one that several take."""
+    """Returns the only backend that takes files of a suffix; None for a suffix that several take."""
     owners = [backend for backend, own in _suffixes().items() if own == suffix]
     return owners[0] if len(owners) == 1 else None
 
 
 def _suffixes() -> dict[str, str]:
-    return {backend: suffix_of(backend) for backend in backends.packaged()}
+    """Returns the suffix of the files of each target; packages do not add to the suffixes of qtrace's own."""
+    own = {backend: suffix_of(backend) for backend in backends.packaged()}
+    others = {backend: suffix_of(backend) for backend in backends.known() if backend not in own}
+    return own | {backend: suffix for backend, suffix in others.items() if suffix not in own.values()}
 
 
 _ORIGIN = "weights of 7 bits"

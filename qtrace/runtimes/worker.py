@@ -41,6 +41,7 @@ except ImportError as absent:
     sys.exit(1)
 
 _FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimd", "asimddp", "i8mm")
+_CPU_INFO = "/proc/cpuinfo"
 _FATAL = 4  # onnxruntime's severity from which on messages are printed; errors are exceptions anyway
 
 
@@ -332,7 +333,7 @@ def describe_machine() -> dict[str, Any]:
     """Returns the processor, its features that decide the speed of integers, and the number of its cores."""
     facts: dict[str, str] = {}
     try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        with open(_CPU_INFO, encoding="utf-8", errors="replace") as lines:
             for name, _, value in (line.partition(":") for line in lines):
                 facts.setdefault(name.strip(), value.strip())
     except OSError:

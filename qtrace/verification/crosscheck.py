@@ -11,7 +11,6 @@ import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from qtrace.numerics import dequantize, quantize
 from qtrace.onnxfile.kernels import products_saturate
 from qtrace.onnxfile.local_session import SessionError, SessionSettings
 from qtrace.onnxfile.sessions import open_session
+from qtrace.runtimes.worker import describe_machine
 from qtrace.scheme import QParams
 from qtrace.verification.selections import FirstOfEquals
 from qtrace.verification.tallies import CrossCheck
@@ -80,7 +80,6 @@ WRONG_PRODUCTS = (
 
 # The kinds of ops that onnxruntime computes as products of integer matrices.
 _MATRIX_PRODUCTS = ("conv1d", "conv2d", "conv3d", "linear", "matmul")
-_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def likely_causes(
@@ -134,7 +133,7 @@ def optimized_kernel_cause(runtime: str, kind: str, side: Mapping[str, Any] | No
         kind: the kind of the first op that differs with optimizations.
         side: versions and processor of a runtime on another host; None or empty for this interpreter's.
     """
-    flags = set(side["flags"]) if side else _read_cpu_flags()
+    flags = set((side or describe_machine())["flags"])
     if runtime == "onnxruntime" and kind in _MATRIX_PRODUCTS and "amx_int8" in flags:
         version = str(side["version"] if side else importlib.import_module("onnxruntime").__version__)
         if re.match(r"1\.2[1-4]\.", version):
@@ -154,16 +153,6 @@ def optimized_kernel_cause(runtime: str, kind: str, side: Mapping[str, Any] | No
     )
 
 
-def _read_cpu_flags() -> set[str]:
-    """Returns the features of the CPU in Linux's names; none where the system does not list them."""
-    try:
-        lines = _CPU_INFO.read_text().splitlines()
-    except OSError:
-        return set()
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
-
-
-# How a runtime may round instead of to the nearest integer, ties to even.
 _ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "ties go away from zero": lambda x: np.sign(x) * np.floor(np.abs(x) + 0.5),
     "ties go up": lambda x: np.floor(x + 0.5),

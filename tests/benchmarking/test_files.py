@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from qtrace.benchmarking import files
-from qtrace.benchmarking import runners as memory
 from qtrace.benchmarking.files import FileReport, bench_files, show
 from qtrace.benchmarking.profile import read_profile
 from qtrace.benchmarking.runners import (
@@ -113,12 +112,6 @@ def test_a_file_that_is_as_fast_says_nothing():
 def test_the_profile_of_another_runtime_is_refused(pair):
     with pytest.raises(ExportError, match="without a profile: leave out --by-op"):
         bench_files(pair, runtime="openvino", seconds=0, by_op=True)
-
-
-def test_what_the_process_of_its_own_prints(pair, capsys):
-    order = {"path": str(pair[0]), "runtime": None, "threads": 1, "batch": 1, "shapes": {}}
-    memory.measure(json.dumps(order))
-    assert int(capsys.readouterr().out) >= 0
 
 
 @pytest.mark.slow

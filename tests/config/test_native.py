@@ -161,6 +161,21 @@ def test_what_has_no_equal_is_said(activation: Any, weight: Any, lost: list[str]
     assert all(clause in text for clause in lost), text
 
 
+def test_parts_that_do_not_fit_each_other_or_fail_are_said() -> None:
+    """An observer of another type than its fake quant, a least scale of one's own, parts that fail."""
+    narrow = {"dtype": "qint8_narrow"}
+    lsq, minmax = partial(fake_quant.LSQ, **narrow), partial(observer.MinMaxObserver, **narrow)
+    for make, clause in (
+        (partial(observer.MinMaxObserver, dtype="qint8"), "observed as qint8 and rounded as qint8_narrow"),
+        (partial(observer.MinMaxObserver, eps=0.2, **narrow), "the least scale of weights, 0.2"),
+    ):
+        _, lost = describe_equivalent(native.QConfig(make, minmax, lsq, lsq))
+        assert any(clause in text for text in lost), lost
+    for make in (fake_quant.LSQ, "lsq", lsq()):  # without its dtype, a name, and an object instead of a class
+        with pytest.raises(ConfigError, match="MegEngine's QConfig has parts of weights that fail: "):
+            qtrace.prepare(qtrace.trace(_layer(), BATCHES[0]), native.QConfig(minmax, minmax, make, lsq))
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_error_names_a_config_that_prepare_takes(name: str) -> None:
     x = np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32)

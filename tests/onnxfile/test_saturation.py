@@ -9,6 +9,7 @@ import pytest
 
 from qtrace.onnxfile import kernels
 from qtrace.onnxfile.kernels import products_are_wrong
+from qtrace.runtimes import worker
 from tests.each import each_of
 
 
@@ -37,7 +38,7 @@ def processor(monkeypatch, tmp_path):
 
     def choose(flags, version, wrong):
         (tmp_path / "cpuinfo").write_text(f"flags : fpu {flags} avx2\n")
-        monkeypatch.setattr(kernels, "_CPU_INFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr(worker, "_CPU_INFO", tmp_path / "cpuinfo")
         monkeypatch.setattr(metadata, "version", lambda name: version)
         monkeypatch.setattr(kernels, "open_session", Session)
         Session.wrong, Session.runs = wrong, 0

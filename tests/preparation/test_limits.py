@@ -16,6 +16,7 @@ from onnx import numpy_helper
 
 import qtrace
 from qtrace.config.recipe import as_qconfig
+from qtrace.graph.failures import from_json
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.model import QuantizedModel
@@ -114,6 +115,6 @@ def test_annotations_of_before_can_be_read() -> None:
         data = json.loads(annotation.to_json())
         del data["placement"]["rows"]
         data["placement"].update(sqnr=30.0, measured="", refused="", synthetic=False)
-        read = Annotation.from_json(json.dumps(data)).placement
+        read = from_json(Annotation, json.dumps(data)).placement
         assert read is not None
         assert read.centred is centred

@@ -115,11 +115,17 @@ def test_short_rows_of_all_groups_have_more_positions(monkeypatch: pytest.Monkey
     assert sorted(asked) == [4 * 1, 4 * 1, 4 * 7, 4 * 8]  # threads draw them
 
 
-@pytest.mark.parametrize(("count", "last", "places"), [(2, 2, 54), (6, 2, 18), (7, 2, 16), (6, 1, 18)])
+@pytest.mark.parametrize(
+    ("count", "last", "groups", "places"),
+    [(2, 2, 1, 54), (6, 2, 1, 18), (7, 2, 1, 16), (6, 1, 1, 18), (2, 2, 3, 18), (6, 2, 3, 6)],
+)
 def test_more_samples_have_fewer_positions_each(
-    monkeypatch: pytest.MonkeyPatch, count: int, last: int, places: int
+    monkeypatch: pytest.MonkeyPatch, count: int, last: int, groups: int, places: int
 ) -> None:
-    """8 rows for each of 27 inputs, of all samples, are 216. Samples of a short last batch have as many."""
+    """8 rows for each of 27 inputs, of all samples, are 216; of each of 3 groups, 72 for 9 inputs.
+
+    Samples of a short last batch have as many.
+    """
     asked: list[int] = []
 
     def draw(size: int, places: int, seed: tuple[int, ...]) -> np.ndarray:
@@ -130,7 +136,7 @@ def test_more_samples_have_fewer_positions_each(
     monkeypatch.setattr(collecting, "_LEAST_ROWS", 1)
     batches = [images(2, 3, 20, 20, seed=number) for number in range(count)]
     batches[-1] = batches[-1][:last]
-    module = net(lambda self, x: self.layer(x), layer=M.Conv2d(3, 4, 3))
+    module = net(lambda self, x: self.layer(x), layer=M.Conv2d(3, 6, 3, groups=groups))
     config = {"placement": "everything", "ptq": ["gptq"]}
     prepared = qtrace.prepare(qtrace.trace(module, batches[0], check=False), config)
     qtrace.calibrate(prepared, batches, progress=False)

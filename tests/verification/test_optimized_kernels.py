@@ -73,7 +73,7 @@ def test_a_wrong_optimized_kernel_is_named(
     cpuinfo = path.with_name("cpuinfo")
     if flags is not None:
         cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: none\n")
-    monkeypatch.setattr(crosscheck, "_CPU_INFO", cpuinfo)
+    monkeypatch.setattr(worker, "_CPU_INFO", cpuinfo)
     difference = qtrace.bisect(path, converted, [BATCH])
     assert difference is not None
     assert (difference.stage, difference.op) == ("optimized", "F.conv2d")
@@ -91,7 +91,7 @@ def test_other_ops_and_runtimes_are_not_blamed_on_amx(
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("flags\t\t: amx_int8\n")
-    monkeypatch.setattr(crosscheck, "_CPU_INFO", cpuinfo)
+    monkeypatch.setattr(worker, "_CPU_INFO", cpuinfo)
     assert "AMX" in crosscheck.optimized_kernel_cause("onnxruntime", "matmul")
     assert "AMX" not in crosscheck.optimized_kernel_cause("onnxruntime", "avg_pool2d")
     assert "AMX" not in crosscheck.optimized_kernel_cause("openvino", "matmul")

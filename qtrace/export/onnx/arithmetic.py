@@ -13,7 +13,6 @@ from qtrace.export.onnx.writer import (
     axes_of,
     cast,
     emit_as,
-    emit_several,
     int64,
     is_float,
     number,
@@ -31,10 +30,12 @@ __all__ = [
 ]
 
 
-def _binary(op: str) -> Emitter:
+def _elementwise(op: str) -> Emitter:
+    """Emits a function whose operands are converted to the type of its result."""
+
     def emit(w: OnnxWriter, call: OpCall) -> None:
-        names = [operand(w, v, call.out.dtype) for v in call.attrs["operands"]]
-        w.emit(op, names, call.out)
+        operands = call.attrs.get("operands", call.inputs)
+        w.emit(op, [operand(w, v, call.out.dtype) for v in operands], call.out)
 
     return emit
 
@@ -143,15 +144,6 @@ def _choose(w: OnnxWriter, call: OpCall) -> None:
     w.emit("Where", [mask, *names], call.out)
 
 
-def _unary(op: str) -> Emitter:
-    """Emits a function whose input is converted to the type of its result."""
-
-    def emit(w: OnnxWriter, call: OpCall) -> None:
-        w.emit(op, [operand(w, call.inputs[0], call.out.dtype)], call.out)
-
-    return emit
-
-
 def _same_if_integer(emit: Emitter) -> Emitter:
     """Emits a rounding function, which leaves integers as they are."""
 
@@ -225,27 +217,27 @@ ARITHMETIC: dict[str, Emitter] = {
     "sub": _with_number("Sub"),
     "mul": _with_number("Mul"),
     "div": _with_number("Div"),
-    "maximum": _binary("Max"),
-    "minimum": _binary("Min"),
-    "pow": _binary("Pow"),
+    "maximum": _elementwise("Max"),
+    "minimum": _elementwise("Min"),
+    "pow": _elementwise("Pow"),
     "floor_div": _floor_div,
     "mod": _mod,
-    "neg": _unary("Neg"),
-    "abs": _unary("Abs"),
+    "neg": _elementwise("Neg"),
+    "abs": _elementwise("Abs"),
     "square": _square,
     "elemwise": _elemwise,
-    "exp": _unary("Exp"),
+    "exp": _elementwise("Exp"),
     "expm1": _expm1,
-    "log": _unary("Log"),
+    "log": _elementwise("Log"),
     "log1p": _log1p,
     "logaddexp": _logaddexp,
-    "sqrt": _unary("Sqrt"),
-    "floor": _same_if_integer(_unary("Floor")),
-    "ceil": _same_if_integer(_unary("Ceil")),
+    "sqrt": _elementwise("Sqrt"),
+    "floor": _same_if_integer(_elementwise("Floor")),
+    "ceil": _same_if_integer(_elementwise("Ceil")),
     "round": _same_if_integer(_round),
-    "sign": _unary("Sign"),
-    **{n: _unary(n.capitalize()) for n in ("sin", "cos", "tan", "asin", "acos", "atan")},
-    **{n: _unary(n.capitalize()) for n in ("sinh", "cosh", "asinh", "acosh", "atanh")},
+    "sign": _elementwise("Sign"),
+    **{n: _elementwise(n.capitalize()) for n in ("sin", "cos", "tan", "asin", "acos", "atan")},
+    **{n: _elementwise(n.capitalize()) for n in ("sinh", "cosh", "asinh", "acosh", "atanh")},
     "less": _comparison("Less"),
     "less_equal": _comparison("LessOrEqual"),
     "greater": _comparison("Greater"),
@@ -324,7 +316,7 @@ def _top(w: OnnxWriter, call: OpCall, count: str, largest: bool, ordered: bool =
     outputs = [w.fresh(base) if values is None else values.name, w.fresh(base)]
     options = {"axis": -1, "largest": int(largest), "sorted": int(ordered)}
     source = w.name(call.inputs[0])
-    outputs = emit_several(w, "TopK", [source, count], outputs, **options)
+    outputs = w.add("TopK", [source, count], outputs, **options)
     if values is not None:
         w.names[values] = outputs[0]
     w.names[positions] = cast(w, outputs[1], positions.dtype, positions.name)
@@ -354,7 +346,7 @@ def _kth(w: OnnxWriter, call: OpCall) -> None:
     outputs = [w.fresh(value.name), w.fresh(value.name)]
     options = {"axis": -1, "largest": int(bool(call.attrs["descending"])), "sorted": 1}
     inputs = [w.name(call.inputs[0]), scalar_int64(w, call.attrs["k"])]
-    outputs = emit_several(w, "TopK", inputs, outputs, **options)
+    outputs = w.add("TopK", inputs, outputs, **options)
     last = w.constant("const_axis_-1", np.array(-1, np.int64))
     w.emit("Gather", [outputs[0], last], value, axis=-1)
     place = w.node("Gather", [outputs[1], last], w.fresh(position.name), axis=-1)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -50,9 +50,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OnnxExporter",
     "OnnxOptions",
-    "batch_problem",
     "first_difference",
-    "size_problem",
     "write_model",
 ]
 
@@ -66,51 +64,16 @@ _ARITHMETIC = frozenset(("add", "sub", "mul", "div"))
 _CLAMPS = ("relu", "relu6", "clip")  # the kinds that are part of the rounding after them
 
 
-class OpWriter(Protocol):
-    """What writes the ops of a graph."""
-
-    writer: OnnxWriter
-    graph: Any
-
-    def prepare_writer(self) -> None:
-        """Gives the writer what it needs before an op is written."""
-
-    def emit(self, step: Any) -> None:
-        """Writes one op or rounding."""
-
-    def emit_all(self) -> None:
-        """Writes all ops and roundings."""
-
-
-def size_problem(first: OpWriter, other: OpWriter, types: Types) -> str:
-    """Says which node of a file would be another one at other sizes.
-
-    Args:
-        first: what has written the file.
-        other: an exporter of the same graph that has written nothing.
-        types: the types of all tensors at other sizes.
-
-    Returns:
-        The end of a sentence; "" if the file holds for these sizes.
-    """
-    other.writer.known = first.writer.initializers
-    with resized(types):
-        if problem := _other_numbers(first):
-            return problem
-        try:
-            other.emit_all()
-        except ExportError as error:
-            return str(error).rstrip(".")
-    return _describe(first_difference(first.writer, other.writer))
-
-
-def batch_problem(first: OpWriter, other: OpWriter, types: Types) -> str:
-    """Says what `size_problem` does, for another batch, only by the ops that may hold the size of one.
+def _size_problem(first: OnnxExporter, other: OnnxExporter, types: Types) -> str:
+    """Says which node of a file would be another one at other sizes, by the ops that may hold a size.
 
     Args:
         first: an exporter of the graph that has written nothing.
         other: another one.
-        types: the types of all tensors at another batch.
+        types: the types of all tensors at other sizes.
+
+    Returns:
+        The end of a sentence; "" if the file holds for these sizes.
     """
     with resized(types):
         if problem := _other_numbers(first):
@@ -136,7 +99,7 @@ def batch_problem(first: OpWriter, other: OpWriter, types: Types) -> str:
     return _describe(first_difference(first.writer, other.writer))
 
 
-def _other_numbers(writer: OpWriter) -> str:
+def _other_numbers(writer: OnnxExporter) -> str:
     """Returns which op would be read with other numbers at the present sizes; "" if none."""
     for step in writer.graph.steps:
         if isinstance(step, ConvertedOp) and step.call is not None and step.call.fixed:
@@ -342,11 +305,9 @@ class OnnxExporter:
         if not isinstance(self.graph, PlainGraph):
             self.writer.in_pieces = backends.get(self.graph.annotation.backend).without_kernels
 
-    def _problem_at(self, types: Types, only_batch: bool) -> str:
+    def _problem_at(self, types: Types) -> str:
         """Returns which node would be written otherwise for other sizes; "" if there is none."""
-        if only_batch:
-            return batch_problem(self.twin(), self.twin(), types)
-        return size_problem(self, self.twin(), types)
+        return _size_problem(self.twin(), self.twin(), types)
 
     def twin(self) -> OnnxExporter:
         """Returns an exporter of the same graph that has written nothing."""

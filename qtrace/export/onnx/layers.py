@@ -16,7 +16,6 @@ from qtrace.export.onnx.writer import (
     OnnxWriter,
     array,
     cast,
-    emit_several,
     operand,
     parameter_source,
     shape_vector,
@@ -321,7 +320,7 @@ def _add(
     count = max((i + 1 for i, name in enumerate(outputs) if name), default=1)
     if not any(outputs):
         outputs = [call.out.name]
-    names = emit_several(w, _OPS[call.kind], inputs, outputs[:count], **attributes)
+    names = w.add(_OPS[call.kind], inputs, outputs[:count], **attributes)
     return [*names, *[""] * (len(outputs) - count)]
 
 
@@ -380,7 +379,7 @@ class _Stack:
         if self.count == 1:
             return [name]
         parts = [self.w.fresh(node.name) for _ in range(self.count)]
-        return emit_several(self.w, "Split", [name, self.w.ints([self.ways] * self.count)], parts, axis=0)
+        return self.w.add("Split", [name, self.w.ints([self.ways] * self.count)], parts, axis=0)
 
     def _weights(self, values: int) -> list[list[str]]:
         """Returns the weights and biases of each layer, cut from the parameter of all."""

@@ -19,7 +19,6 @@ from qtrace.export.onnx.writer import (
     array,
     cast,
     emit_as,
-    emit_several,
     int64,
     operand,
     parameter_source,
@@ -122,9 +121,7 @@ def _split(w: OnnxWriter, call: OpCall) -> None:
         return
     # Equal parts need no sizes, which would hold the batch.
     sizes = [] if equal else [w.ints([int(n.shape[axis]) for n in call.outputs])]
-    names = emit_several(
-        w, "Split", [w.name(call.inputs[0]), *sizes], [n.name for n in call.outputs], axis=axis
-    )
+    names = w.add("Split", [w.name(call.inputs[0]), *sizes], [n.name for n in call.outputs], axis=axis)
     w.names.update(zip(call.outputs, names, strict=True))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from qtrace.errors import ExportError, install
 from qtrace.export.converted import ConvertedGraph, ConvertedOp, bare_graph
 from qtrace.export.onnx.exporter import OnnxExporter, OnnxOptions
-from qtrace.export.onnx.opset import HIGHEST, IR_VERSIONS, at_opset
+from qtrace.export.onnx.opset import HIGHEST
 from qtrace.export.open_axes import SharedAxes
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.opaque import divides_by_inputs
@@ -61,39 +61,51 @@ def segment_model(
     Raises:
         ExportError: when ONNX cannot express an expr, or the package onnx is missing.
     """
-    if importlib.util.find_spec("onnx") is None:
-        raise ExportError(f"the package onnx is not installed: run {install('onnx')}.")
-    from onnx import helper
-
-    exporter = OnnxExporter(ConvertedGraph(converted), OnnxOptions(contrib=False))
-    writer = exporter.writer
-    names = [f"given_{index}" for index in range(len(inputs))]
-    infos = [
-        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
-        for name, value in zip(names, inputs.values(), strict=True)
-    ]
-    writer.reserve(names)
-    writer.names.update((node, name) for node, name in zip(inputs, names, strict=True))
-    writer.values.update(exporter.graph.values_of(segment))
+    exporter = _SegmentExporter(ConvertedGraph(converted), OnnxOptions(contrib=False, opset=HIGHEST))
+    names = exporter.read({node: (value.dtype, value.shape) for node, value in inputs.items()})
+    exporter.writer.values.update(exporter.graph.values_of(segment))
     members = set(segment)
     for step in exporter.graph.steps:
         if step.expr in members:
             exporter.emit(step)
-    kind = helper.np_dtype_to_tensor_dtype(np.dtype(output.dtype))
-    result = writer.node("Identity", [writer.name(output)], "result")
-    outputs = [helper.make_tensor_value_info(result, kind, None)]
-    nodes, added = at_opset(writer.nodes, HIGHEST)
-    graph = helper.make_graph(nodes, "segment", infos, outputs, [*writer.initializers.values(), *added])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", HIGHEST)])
-    model.ir_version = IR_VERSIONS[HIGHEST]
-    return model.SerializeToString(), names
+    return exporter.model([output])[0].SerializeToString(), names
 
 
 class _SegmentExporter(OnnxExporter):
-    """Writes a model that is never stored: the names of an imported file mean nothing there."""
+    """Writes a model that is never stored: the names of an imported file mean nothing there.
+
+    It is without metadata, since hashing the graph takes as long as the rest of the export.
+    """
 
     def _interface(self) -> None:
         return None
+
+    def _metadata(self, own: str) -> dict[str, str]:
+        return {}
+
+    def read(self, inputs: Mapping[TensorNode, tuple[Any, Sequence[int | None]]]) -> list[str]:
+        """Declares the tensors that come from outside; returns their names."""
+        from onnx import helper
+
+        names = [f"given_{index}" for index in range(len(inputs))]
+        self.infos = [
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
+            for name, (dtype, shape) in zip(names, inputs.values(), strict=True)
+        ]
+        self.writer.reserve(names)
+        self.writer.names.update(zip(inputs, names, strict=True))
+        return names
+
+    def model(self, outputs: Sequence[TensorNode]) -> tuple[Any, list[str]]:
+        """Returns the model that computes ``outputs``, and the names that they have there."""
+        from onnx import TensorProto, helper
+
+        results, tensors = [], []
+        for index, node in enumerate(outputs):
+            kind = helper.np_dtype_to_tensor_dtype(np.dtype(node.dtype))
+            results.append(self.writer.node("Identity", [self.writer.name(node)], f"result_{index}"))
+            tensors.append(helper.make_tensor_value_info(results[-1], kind or TensorProto.FLOAT, None))
+        return self.writer.model("segment", self.infos, tensors, {}, ""), results
 
 
 class PreparedSegments:
@@ -137,18 +149,9 @@ class PreparedSegments:
         Raises:
             ExportError: when ONNX cannot express an expr.
         """
-        from onnx import TensorProto, helper
-
         exporter = _SegmentExporter(self._graph)
-        writer = exporter.writer
-        names = [f"given_{index}" for index in range(len(inputs))]
-        infos = [
-            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
-            for name, (dtype, shape) in zip(names, inputs.values(), strict=True)
-        ]
-        writer.reserve(names)
-        writer.names.update(zip(inputs, names, strict=True))
-        writer.values.update(values)
+        names = exporter.read(inputs)
+        exporter.writer.values.update(values)
         for expr in exprs:
             module, step = owner(expr), self._steps.get(expr)
             if isinstance(module, FakeQuant):
@@ -159,12 +162,7 @@ class PreparedSegments:
                 raise ExportError(
                     f"{expr} computes no tensor, which no ONNX model expresses: use engine megengine."
                 )
-        results, tensors = [], []
-        for index, node in enumerate(outputs):
-            kind = helper.np_dtype_to_tensor_dtype(np.dtype(node.dtype))
-            results.append(writer.node("Identity", [writer.name(node)], f"result_{index}"))
-            tensors.append(helper.make_tensor_value_info(results[-1], kind or TensorProto.FLOAT, None))
-        model = writer.model("segment", infos, tensors, {}, "")
+        model, results = exporter.model(outputs)
         try:
             return model.SerializeToString(), names, results
         except ValueError as error:
@@ -262,30 +260,14 @@ def activations(prepared: TracedModule, nodes: Sequence[str], axes: SharedAxes |
     Raises:
         ExportError: when ONNX cannot express a node, or the package onnx is missing.
     """
-    if importlib.util.find_spec("onnx") is None:
-        raise ExportError(f"the package onnx is not installed: run {install('onnx')}.")
     if divides_by_inputs(prepared):
         raise ExportError(
             "it divides by integers, and onnxruntime ends the process where one is 0: use engine megengine."
         )
+    exporter = _SegmentExporter(bare_graph(prepared), OnnxOptions(axes=axes))
+    model = exporter.run()
     from onnx import TensorProto, helper
 
-    from qtrace.export.onnx.exporter import OnnxExporter, OnnxOptions
-
-    class ActivationExporter(OnnxExporter):
-        """Writes a model that is fed with the tensors of the graph and is never stored.
-
-        It is without metadata, since hashing the graph takes as long as the rest of the export.
-        """
-
-        def _interface(self) -> None:
-            return None
-
-        def _metadata(self, own: str) -> dict[str, str]:
-            return {}
-
-    exporter = ActivationExporter(bare_graph(prepared), OnnxOptions(axes=axes))
-    model = exporter.run()
     names, known = exporter.writer.names, exporter.graph.nodes
     inputs = tuple(i.name for i in model.graph.input)
     if missing := [name for name in nodes if known[name] not in names]:

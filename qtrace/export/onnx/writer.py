@@ -34,7 +34,6 @@ __all__ = [
     "axes_of",
     "cast",
     "emit_as",
-    "emit_several",
     "int64",
     "integer_type",
     "is_float",
@@ -562,15 +561,6 @@ def unary(op: str, **fixed: Any) -> Emitter:
         w.emit(op, [w.name(call.inputs[0])], call.out, **fixed)
 
     return emit
-
-
-def emit_several(
-    w: OnnxWriter, op: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any
-) -> list[str]:
-    """Adds a node with several outputs and returns their names."""
-    names = w.outputs(outputs)
-    w.nodes.append(helper.make_node(op, list(inputs), names, name=w.naming.node(op, names[0]), **attributes))
-    return names
 
 
 def int64(w: OnnxWriter, value: Any) -> str:

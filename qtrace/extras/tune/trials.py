@@ -8,13 +8,14 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qtrace.errors import QtraceError
+from qtrace.graph.failures import from_json
 from qtrace.storage.files import parse_document, replacing
 from qtrace.storage.outputs import locked
 
@@ -196,24 +197,6 @@ class Trial:
         """Returns the trial as one line, without the line's end."""
         return json.dumps(asdict(self), allow_nan=False)
 
-    @classmethod
-    def from_json(cls, line: str) -> Trial:
-        """Reads `to_json`.
-
-        Raises:
-            ValueError: when the line is no trial.
-        """
-        data = parse_document(line)
-        if set(data) != {f.name for f in fields(cls)}:
-            raise ValueError("the line has other keys than a trial.")
-        try:
-            layers = tuple(Layer(**{**item, "nodes": tuple(item["nodes"])}) for item in data["layers"])
-            suggestions = tuple(Suggestion(**item) for item in data["suggestions"])
-            samples = tuple(map(float, data["samples"]))
-        except (TypeError, KeyError) as error:
-            raise ValueError(str(error)) from error
-        return cls(**{**data, "layers": layers, "suggestions": suggestions, "samples": samples})
-
 
 class TrialLog:
     """The file of all trials of a search.
@@ -242,7 +225,7 @@ class TrialLog:
             try:
                 if not line.endswith(b"\n"):
                     raise ValueError("the line does not end.")
-                trial = Trial.from_json(line.decode("utf-8"))
+                trial = from_json(Trial, line)
                 if trial.number != index:
                     raise ValueError(f"the trial has number {trial.number}.")
             except ValueError as error:

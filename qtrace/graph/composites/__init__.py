@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -51,6 +50,7 @@ class CompositeRule(RewriteRule):
         title: name of the function in messages and pages.
         formula: the function as a formula.
         becomes: the name of the call.
+        function: what is called, where ``x`` is the only argument.
         in_prepare: whether ``prepare`` applies the rule, which it does unless the pieces have integer kernels
             and the call does not.
         kind: the op kind that a backend must quantize for ``prepare`` to apply the rule; "" for any backend.
@@ -60,6 +60,7 @@ class CompositeRule(RewriteRule):
     title: ClassVar[str]
     formula: ClassVar[str]
     becomes: ClassVar[str]
+    function: ClassVar[Callable[[Any], Any]]
     from_outputs = True
     in_prepare: ClassVar[bool] = True
     kind: ClassVar[str] = ""
@@ -78,9 +79,9 @@ class CompositeRule(RewriteRule):
         """Returns the reason in numbers, axes and shapes why ``match`` is not the composite, or None."""
         return None
 
-    @abstractmethod
     def call(self, match: PatternMatch) -> CompositeCall:
-        """Returns the call that replaces ``match``."""
+        """Returns the call that replaces ``match``: of `function` with ``x``."""
+        return CompositeCall(type(self).function, (match["x"],))
 
     def rewrite(self, match: PatternMatch, editor: GraphEditor) -> Mapping[Node, Node]:
         """Puts the call in the place of the last piece, under its name."""

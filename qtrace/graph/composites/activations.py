@@ -6,6 +6,7 @@ The docstring of a rule has its formula and its source. Hard swish comes before 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import megengine.functional as F
 
@@ -94,6 +95,7 @@ class HardSwish(CompositeRule):
     title = "hard swish"
     formula = "x * clip(x + 3, 0, 6) / 6"
     becomes = "F.hswish"
+    function = F.hswish
     pattern = AnyOf(
         Product(_X, Operation("hsigmoid", _X)),
         Product(_X, clipped_line(_X), scale="s"),
@@ -111,10 +113,6 @@ class HardSwish(CompositeRule):
                 return f"its gate has the {name} {value:.6g}, that of a hard swish {expected:.6g}"
         return None if match.get("s", 1.0) > 0.0 else "its factor is negative"
 
-    def call(self, match: PatternMatch) -> CompositeCall:
-        """Calls `F.hswish`."""
-        return CompositeCall(F.hswish, (match["x"],))
-
 
 def _powers(x: Pattern) -> Pattern:
     """Builds the pattern of ``c + exp(-x)``."""
@@ -127,6 +125,7 @@ class Sigmoid(CompositeRule):
     title = "sigmoid"
     formula = "1 / (1 + exp(-x))"
     becomes = "F.sigmoid"
+    function = F.sigmoid
     pattern: Pattern = Product(Power(_powers(_X), -1.0), scale="s")
 
     def obstacle(self, match: PatternMatch) -> str | None:
@@ -135,10 +134,6 @@ class Sigmoid(CompositeRule):
             if not close(match.get(name, expected), expected):
                 return f"it has the number {match[name]:g} where a sigmoid has {expected:g}"
         return None
-
-    def call(self, match: PatternMatch) -> CompositeCall:
-        """Calls `F.sigmoid`."""
-        return CompositeCall(F.sigmoid, (match["x"],))
 
 
 class Silu(Sigmoid):
@@ -152,6 +147,7 @@ class Silu(Sigmoid):
     title = "SiLU (swish)"
     formula = "x * sigmoid(x); x / (1 + exp(-x))"
     becomes = "F.silu"
+    function = F.silu
     pattern = AnyOf(
         Product(_X, Operation("sigmoid", _X)),
         Product(_X, Operation("sigmoid", Product(_X, scale="slope"))),
@@ -164,10 +160,6 @@ class Silu(Sigmoid):
         if not close(slope, 1.0):
             return f"its sigmoid reads {slope:g} * x, that of SiLU x"
         return super().obstacle(match)
-
-    def call(self, match: PatternMatch) -> CompositeCall:
-        """Calls `F.silu`."""
-        return CompositeCall(F.silu, (match["x"],))
 
 
 _EXP = Operation("exp", _X)
@@ -188,6 +180,7 @@ class Mish(CompositeRule):
     title = "Mish"
     formula = "x * tanh(softplus(x))"
     becomes = "functions.mish"
+    function = functions.mish
     pattern = Product(_X, Operation("tanh", _SOFTPLUS))
 
     def obstacle(self, match: PatternMatch) -> str | None:
@@ -199,9 +192,21 @@ class Mish(CompositeRule):
             else f"its logarithm reads {summand:g} + exp(x), that of softplus 1 + exp(x)"
         )
 
-    def call(self, match: PatternMatch) -> CompositeCall:
-        """Calls `functions.mish`."""
-        return CompositeCall(functions.mish, (match["x"],))
+
+def _gelu_obstacle(
+    match: PatternMatch, function: str, inside: Mapping[str, tuple[float, float]]
+) -> str | None:
+    """Compares the numbers of both forms of GELU with what they must be, each under its name."""
+    half = match.get("half", 1.0)
+    values = {
+        f"factor of {function}": (half * match.get("factor", 1.0), 0.5),
+        "constant term": (half * match["one"], 0.5),
+        **inside,
+    }
+    for name, (value, expected) in values.items():
+        if not close(value, expected):
+            return f"its {name} is {value:.6g}, that of GELU {expected:.6g}"
+    return None
 
 
 _ERF = Operation("erf", Product(_X, scale="inner"))
@@ -218,6 +223,7 @@ class Gelu(CompositeRule):
     title = "GELU"
     formula = "0.5 * x * (1 + erf(x / sqrt(2)))"
     becomes = "F.gelu"
+    function = F.gelu
     pattern = AnyOf(
         Product(_X, Sum(_ERF, constant="one"), scale="half"),
         Product(_X, Sum(Product(_ERF, scale="factor"), constant="one")),
@@ -225,20 +231,8 @@ class Gelu(CompositeRule):
 
     def obstacle(self, match: PatternMatch) -> str | None:
         """Refuses other numbers than 0.5, 1 and 1 / sqrt(2)."""
-        half = match.get("half", 1.0)
-        values = {
-            "factor of the error function": (half * match.get("factor", 1.0), 0.5),
-            "constant term": (half * match["one"], 0.5),
-            "factor in the error function": (match["inner"], 1.0 / math.sqrt(2.0)),
-        }
-        for name, (value, expected) in values.items():
-            if not close(value, expected):
-                return f"its {name} is {value:.6g}, that of GELU {expected:.6g}"
-        return None
-
-    def call(self, match: PatternMatch) -> CompositeCall:
-        """Calls `F.gelu`."""
-        return CompositeCall(F.gelu, (match["x"],))
+        inner = match["inner"], 1.0 / math.sqrt(2.0)
+        return _gelu_obstacle(match, "the error function", {"factor in the error function": inner})
 
 
 _CUBIC = AnyOf(
@@ -259,6 +253,7 @@ class GeluTanh(CompositeRule):
     title = "GELU (tanh)"
     formula = "0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))"
     becomes = "functions.gelu_tanh"
+    function = functions.gelu_tanh
     pattern = AnyOf(
         Product(_X, Sum(_TANH, constant="one"), scale="half"),
         Product(_X, Sum(Product(_TANH, scale="factor"), constant="one")),
@@ -266,23 +261,13 @@ class GeluTanh(CompositeRule):
 
     def obstacle(self, match: PatternMatch) -> str | None:
         """Refuses numbers that differ from the formula."""
-        half, inner, linear = match.get("half", 1.0), match["inner"], match.get("linear", 1.0)
+        inner, root = match["inner"], math.sqrt(2.0 / math.pi)
         whole = match.get("whole", inner * match.get("cubic", 0.0))
-        root = math.sqrt(2.0 / math.pi)
-        values = {
-            "factor of tanh": (half * match.get("factor", 1.0), 0.5),
-            "constant term": (half * match["one"], 0.5),
-            "linear factor in tanh": (inner * linear, root),
+        inside = {
+            "linear factor in tanh": (inner * match.get("linear", 1.0), root),
             "cubic factor in tanh": (whole, 0.044715 * root),
         }
-        for name, (value, expected) in values.items():
-            if not close(value, expected):
-                return f"its {name} is {value:.6g}, that of GELU {expected:.6g}"
-        return None
-
-    def call(self, match: PatternMatch) -> CompositeCall:
-        """Calls `functions.gelu_tanh`."""
-        return CompositeCall(functions.gelu_tanh, (match["x"],))
+        return _gelu_obstacle(match, "tanh", inside)
 
 
 RULES = (HardSwish(), HardSigmoid(), Silu(), Sigmoid(), Mish(), Gelu(), GeluTanh())

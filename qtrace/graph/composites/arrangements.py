@@ -148,12 +148,8 @@ def _setting(node: TensorNode, name: str) -> Any:
 def _swapped(match: PatternMatch) -> tuple[int, ...] | None:
     """Returns the transpose of the keys with its last two axes exchanged; None without a transpose."""
     turned = match.get("turned")
-    order = None if turned is None else _setting(turned, "pattern")
-    if order is None or not all(isinstance(axis, int) for axis in order):
-        return None
-    rank = len(order)
-    places = [axis % rank for axis in order] if rank else list(range(len(shape_of(match["key"]))))[::-1]
-    return (*places[:-2], places[-1], places[-2])
+    places = None if turned is None else permutation(turned)
+    return None if places is None else (*places[:-2], places[-1], places[-2])
 
 
 _ATTENTION = (Attention(),)
@@ -195,9 +191,7 @@ def read_slices(node: TensorNode, x: TensorNode) -> dict[int, range] | None:
 
 def permutation(node: TensorNode) -> tuple[int, ...] | None:
     """Returns the order of axes of the transpose that gives ``node``; None if it is computed or adds axes."""
-    operation = read_operation(node)
-    order = None if operation is None else operation.settings.get("pattern")
-    rank = len(shape_of(node))
+    order, rank = _setting(node, "pattern"), len(shape_of(node))
     if not isinstance(order, (tuple, list)) or not all(isinstance(axis, int) for axis in order):
         return None
     places = tuple(axis % rank for axis in order) or tuple(range(rank))[::-1]
@@ -305,8 +299,7 @@ class Focus(CompositeRule):
 
     def obstacle(self, match: PatternMatch) -> str | None:
         """Refuses other slices, and another order of them than by rows or by columns."""
-        shape, operation = shape_of(match["x"]), read_operation(match["joined"])
-        axis = None if operation is None else operation.settings.get("axis")
+        shape, axis = shape_of(match["x"]), _setting(match["joined"], "axis")
         if len(shape) != 4 or axis not in (1, -3):
             return f"it joins {len(shape)} axes along the axis {axis}, not images along the channels"
         if shape[2] % 2 or shape[3] % 2:
@@ -384,8 +377,8 @@ class Roll(CompositeRule):
 
 def _cut(match: PatternMatch) -> tuple[int, int] | None:
     """Returns the axis and the length of the part that comes to the end; None for other slices."""
-    x, operation = match["x"], read_operation(match["joined"])
-    rank, axis = len(shape_of(x)), None if operation is None else operation.settings.get("axis")
+    x, axis = match["x"], _setting(match["joined"], "axis")
+    rank = len(shape_of(x))
     if not isinstance(axis, int) or not -rank <= axis < rank:
         return None
     axis %= rank
@@ -419,8 +412,7 @@ class Pick(CompositeRule):
     @staticmethod
     def _index(match: PatternMatch) -> tuple[Any, ...] | None:
         part, rank = match["part"], len(shape_of(match["x"]))
-        operation = read_operation(match["squeezed"])
-        axis = None if operation is None else operation.settings.get("axis")
+        axis = _setting(match["squeezed"], "axis")
         axes = list(axis) if isinstance(axis, (tuple, list)) else [axis]
         slices = read_slices(part, match["x"])
         if slices is None or len(axes) != 1 or not isinstance(axes[0], int):

@@ -326,14 +326,7 @@ class ChannelNorm(CompositeRule):
         axes, shape = reduced_axes(match["variance"], x), shape_of(x)
         if axes != (1,) or len(shape) < 3:
             return f"its means are over the axes {axes} of {len(shape)}, those of the channels are (1,)"
-        for name in ("weight", "bias"):
-            node = match.get(name)
-            if node is None:
-                continue
-            own = (1,) * (len(shape) - len(shape_of(node))) + shape_of(node)
-            if len(own) != len(shape) or own[1] != shape[1] or math.prod(own) != shape[1]:
-                return f"its {name} has the shape {shape_of(node)}, not one number for each channel"
-        return None
+        return channels_problem(match, ranks=(len(shape),))
 
     def call(self, match: PatternMatch) -> CompositeCall:
         """Calls `F.nn.layer_norm` over the last axis."""

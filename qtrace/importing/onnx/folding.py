@@ -8,6 +8,7 @@ Nodes that move numbers, and arithmetic, are computed size by size; a size may d
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,9 +58,15 @@ _MOVES: Mapping[str, tuple[int, ...] | None] = {
     "ScatterND": (0, 2),
 }
 _ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Mod", "Min", "Max"}
-_ROUNDINGS = {"Floor", "Ceil", "Round"}
 _REDUCTIONS = {"ReduceProd": "Mul", "ReduceSum": "Add", "ReduceMax": "Max", "ReduceMin": "Min"}
-_COMPARISONS = {"Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual"}
+_ROUNDINGS: Mapping[str, Callable[[Any], Any]] = {"Floor": np.floor, "Ceil": np.ceil, "Round": np.rint}
+_COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "Equal": operator.eq,
+    "Less": operator.lt,
+    "Greater": operator.gt,
+    "LessOrEqual": operator.le,
+    "GreaterOrEqual": operator.ge,
+}
 FOLDED = {*_MOVES, *_ARITHMETIC, *_ROUNDINGS, *_REDUCTIONS, *_COMPARISONS, "Cast", "Abs", "Neg"}
 
 _Value = Stored | Sizes | None
@@ -132,10 +139,10 @@ def combine(op: str, left: Number, right: Number, integers: bool) -> Number:
         return _integer("floordiv", whole(left), _positive(whole(right)))
     if op == "Mod":
         return _integer("mod", whole(left), _positive(whole(right)))
-    if op not in _SUMS:
+    if op.lower() not in _FUNCTIONS:
         raise SizeError(f"computes {op} of a size")
     (one, other), denominator = _on_one_denominator(left, right)
-    return _times(_integer(_SUMS[op], one, other), Fraction(1, denominator))
+    return _times(_integer(op.lower(), one, other), Fraction(1, denominator))
 
 
 def rounded(op: str, number: Size) -> int | Size:
@@ -185,13 +192,12 @@ def whole(number: Number) -> int | Size:
     return _integer("mul", _bare(number), number.factor.numerator)
 
 
-_SUMS = {"Add": "add", "Sub": "sub", "Min": "min", "Max": "max"}
-_FUNCTIONS: Mapping[str, Callable[[int, int], int]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "floordiv": lambda a, b: a // b,
-    "mod": lambda a, b: a % b,
+_FUNCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
     "min": min,
     "max": max,
 }
@@ -497,7 +503,7 @@ def _computed(node: OnnxNode, values: Sequence[_Value]) -> np.ndarray:
         to_integer = _kind(node, values).kind in "iu"
         return _elementwise(lambda n: _cast(n, to_integer), arrays[0])
     return _elementwise(
-        lambda n: rounded(node.op, n) if isinstance(n, Size) else _round(node.op, n), arrays[0]
+        lambda n: rounded(node.op, n) if isinstance(n, Size) else float(_ROUNDINGS[node.op](n)), arrays[0]
     )
 
 
@@ -514,21 +520,8 @@ def _arithmetic(op: str, left: Number, right: Number, integers: bool) -> Number:
         return combine(op, left, right, integers)
     if op == "Div":
         return int(left / right) if integers else left / right
-    functions: Mapping[str, Callable[[Any, Any], Any]] = {
-        "Add": lambda a, b: a + b,
-        "Sub": lambda a, b: a - b,
-        "Mul": lambda a, b: a * b,
-        "Mod": lambda a, b: a % b,
-        "Min": min,
-        "Max": max,
-    }
-    result: Number = functions[op](left, right)
+    result: Number = _FUNCTIONS[op.lower()](left, right)
     return result
-
-
-def _round(op: str, number: Any) -> float:
-    roundings: Mapping[str, Callable[[Any], Any]] = {"Floor": np.floor, "Ceil": np.ceil, "Round": np.rint}
-    return float(roundings[op](number))
 
 
 def _cast(number: Number, to_integer: bool) -> Number:
@@ -539,19 +532,12 @@ def _cast(number: Number, to_integer: bool) -> Number:
 
 def _compared(op: str, left: Number, right: Number) -> bool:
     """Compares a size with a number below 1, such as the -1 that stands for a size to be inferred."""
-    compare: Callable[[Any, Any], bool] = {
-        "Equal": lambda a, b: a == b,
-        "Less": lambda a, b: a < b,
-        "Greater": lambda a, b: a > b,
-        "LessOrEqual": lambda a, b: a <= b,
-        "GreaterOrEqual": lambda a, b: a >= b,
-    }[op]
     sizes = [n for n in (left, right) if isinstance(n, Size)]
     fixed = [n for n in (left, right) if not isinstance(n, Size)]
     # An axis has at least one place; of anything else the result may depend on the size.
     if sizes and not (len(sizes) == 1 and sizes[0].op == "axis" and sizes[0].factor > 0 and fixed[0] <= 0):
         raise SizeError("compares a size that depends on an open axis")
-    return bool(compare(value_at(left, 0), value_at(right, 0)))
+    return bool(_COMPARISONS[op](value_at(left, 0), value_at(right, 0)))
 
 
 def _reduced(node: OnnxNode, arrays: Sequence[np.ndarray], integers: bool) -> np.ndarray:

@@ -328,14 +328,14 @@ def _type(kind: str) -> onnx.TypeProto:
     head, _, rest = kind.partition("(")
     inner = rest.removesuffix(")")
     if head == "tensor":
-        return helper.make_tensor_type_proto(_ELEMENTS[inner], None)
+        return helper.make_tensor_type_proto(_element(inner), None)
     if head == "seq":
         return helper.make_sequence_type_proto(_type(inner))
     if head == "optional":
         return helper.make_optional_type_proto(_type(inner))
     if head == "map":
         key, _, value = inner.partition(",")
-        return helper.make_map_type_proto(_ELEMENTS[key.strip()], _type(_as_tensor(value.strip())))
+        return helper.make_map_type_proto(_element(key.strip()), _type(_as_tensor(value.strip())))
     raise Refusal(f"gives {kind}, which cannot be kept")
 
 
@@ -343,18 +343,8 @@ def _as_tensor(kind: str) -> str:
     return kind if "(" in kind else f"tensor({kind})"
 
 
-_ELEMENTS = {
-    **{kind: getattr(onnx.TensorProto, kind.upper()) for kind in ("int8", "int16", "int32", "int64")},
-    **{kind: getattr(onnx.TensorProto, kind.upper()) for kind in ("uint8", "uint16", "uint32", "uint64")},
-    **{kind: getattr(onnx.TensorProto, kind.upper()) for kind in ("float", "double", "float16", "bfloat16")},
-    **{kind: getattr(onnx.TensorProto, kind.upper()) for kind in ("bool", "string", "int4", "uint4")},
-    "complex64": onnx.TensorProto.COMPLEX64,
-    "complex128": onnx.TensorProto.COMPLEX128,
-    "float8e4m3fn": onnx.TensorProto.FLOAT8E4M3FN,
-    "float8e4m3fnuz": onnx.TensorProto.FLOAT8E4M3FNUZ,
-    "float8e5m2": onnx.TensorProto.FLOAT8E5M2,
-    "float8e5m2fnuz": onnx.TensorProto.FLOAT8E5M2FNUZ,
-}
+def _element(kind: str) -> int:
+    return onnx.TensorProto.DataType.Value(kind.upper())
 
 
 def _alone(

@@ -451,24 +451,9 @@ def _binary(op: str) -> Callable[[_Rewriter], None]:
     return lambda new: new.result(6, op, [new.floats(0), new.floats(3)])
 
 
-def _sigmoid(new: _Rewriter) -> None:
-    new.result(3, "Sigmoid", [new.floats(0)])
-
-
-def _leaky_relu(new: _Rewriter) -> None:
-    new.result(3, "LeakyRelu", [new.floats(0)], **new.node.attributes)
-
-
-def _global_pool(new: _Rewriter) -> None:
-    new.result(3, "GlobalAveragePool", [new.floats(0)], **_without(new, "channels_last"))
-
-
-def _average_pool(new: _Rewriter) -> None:
-    new.result(3, "AveragePool", [new.floats(0)], **_without(new, "channels_last"))
-
-
-def _softmax(new: _Rewriter) -> None:
-    new.result(3, "Softmax", [new.floats(0)], **_without(new, "opset"))
+def _unary(op: str, lacks: str = "") -> Callable[[_Rewriter], None]:
+    """Returns what writes an op of one tensor, whose float op lacks an attribute."""
+    return lambda new: new.result(3, op, [new.floats(0)], **_without(new, lacks))
 
 
 def _concat(new: _Rewriter) -> None:
@@ -490,12 +475,12 @@ _REWRITES: dict[tuple[str, str], Callable[[_Rewriter], None]] = {
     ("com.microsoft", "QGemm"): _gemm,
     ("com.microsoft", "QLinearAdd"): _binary("Add"),
     ("com.microsoft", "QLinearMul"): _binary("Mul"),
-    ("com.microsoft", "QLinearSigmoid"): _sigmoid,
-    ("com.microsoft", "QLinearLeakyRelu"): _leaky_relu,
-    ("com.microsoft", "QLinearSoftmax"): _softmax,
+    ("com.microsoft", "QLinearSigmoid"): _unary("Sigmoid"),
+    ("com.microsoft", "QLinearLeakyRelu"): _unary("LeakyRelu"),
+    ("com.microsoft", "QLinearSoftmax"): _unary("Softmax", "opset"),
     ("com.microsoft", "QLinearConcat"): _concat,
-    ("com.microsoft", "QLinearGlobalAveragePool"): _global_pool,
-    ("com.microsoft", "QLinearAveragePool"): _average_pool,
+    ("com.microsoft", "QLinearGlobalAveragePool"): _unary("GlobalAveragePool", "channels_last"),
+    ("com.microsoft", "QLinearAveragePool"): _unary("AveragePool", "channels_last"),
 }
 
 

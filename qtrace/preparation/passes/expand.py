@@ -27,6 +27,7 @@ from qtrace import ops
 from qtrace.graph import recurrent
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import delete_attribute
+from qtrace.graph.operations import KERNELS
 from qtrace.graph.types import Apply, Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner, users
 from qtrace.ops import OpCall
@@ -383,22 +384,8 @@ def _multiply_add(calls: _Calls) -> TensorNode:
     return calls.function(F.add, product, calls.function(F.mul, c, *d) if d else c)
 
 
-# Functions with the name of their Elemwise mode.
-_SAME_NAMES = (
-    "add sub mul pow floor_div mod relu relu6 sigmoid hsigmoid tanh silu gelu softplus logsigmoid "
-    "exp log sqrt square abs floor ceil round sin cos"
-)
-_RENAMED: dict[str, Callable[..., Any]] = {
-    "TRUE_DIV": F.div,
-    "MAX": F.maximum,
-    "MIN": F.minimum,
-    "H_SWISH": F.hswish,
-    "NEGATE": F.neg,
-}
-# Without FUSE_ADD_SIGMOID and FUSE_ADD_TANH, which round differently from two separate ops.
 _ELEMWISE: dict[str, Callable[[_Calls], TensorNode]] = {
-    **{name.upper(): _function(getattr(F, name)) for name in _SAME_NAMES.split()},
-    **{mode: _function(func) for mode, func in _RENAMED.items()},
+    **{mode: _function(func) for mode, func in KERNELS.items()},
     "FUSE_ADD_RELU": _add_then(F.relu),
     "FUSE_ADD_H_SWISH": _add_then(F.hswish),
     "FUSE_MUL_ADD3": _multiply_add,

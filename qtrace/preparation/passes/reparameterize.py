@@ -227,7 +227,7 @@ def _keep_bias(origin: FileOrigin, branch: _Branch, bias: str) -> FileOrigin:
     for part in branch.parts:
         norm = norms.pop(_weight_path(part), None)
         if norm is not None:
-            norms[weight] = replace(norm, bias=bias)
+            norms[weight] = norm._replace(bias=bias)
             if norm.bias not in parameters:
                 merged.pop(norm.bias, None)
             break

@@ -392,8 +392,6 @@ def _squared(values: np.ndarray) -> float:
     return float(np.einsum("gpo,gpo->gp", rows, rows).sum(dtype=np.float64))
 
 
-# Bytes of the float outputs of a batch, and of the rows of all batches, up to which layers share a run.
-
 # Rows of all samples for each input that is rounded jointly, and for a layer. More of them told nothing on
 # samples that were not seen: 4, 8 and 16 gave what all gave, within what other draws of rows differ by.
 _ROWS_OF_AN_INPUT, _LEAST_ROWS = 8, 2048
@@ -542,7 +540,8 @@ class StatisticsCollector:
             shape: the shape of the weight.
             samples: the samples of a batch, the same number for all batches.
         """
-        rows = max(_ROWS_OF_AN_INPUT * min(_inputs(shape), MAX_JOINT_INPUTS), _LEAST_ROWS)
+        joint = min(_inputs(shape) // (shape[0] if len(shape) == 5 else 1), MAX_JOINT_INPUTS)
+        rows = max(_ROWS_OF_AN_INPUT * joint, _LEAST_ROWS)
         return -(-rows // (self.count * samples))
 
     def _next_run(self, first: QuantizedLayer) -> list[QuantizedLayer]:

@@ -329,7 +329,7 @@ def _conv(rank: int, function: Callable[..., Any], ops: str, letters: str = "OI"
         modes = ("cross_correlation", "default")[: 1 if rank == 3 else 2]
         c.call(function, x, weight, offset, *map(_one_or_all, sizes), groups, *modes)
 
-    return Kind(ops, read, attributes, write, _has_bias if bias else _always)
+    return Kind(ops, read, attributes, write, **({"fits": _has_bias} if bias else {}))
 
 
 def _windows(node: MSCNode, a: Attributes) -> dict[str, Any]:
@@ -341,10 +341,6 @@ def _pads(c: Calls, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     several = isinstance(c["padding"], tuple) and len(c["padding"]) == 2 * rank
     padding = c.integers("padding", 2 * rank) if several else c.integers("padding", rank) * 2
     return padding[:rank], padding[rank:]
-
-
-def _always(node: MSCNode, a: Attributes) -> bool:
-    return True
 
 
 def _has_bias(node: MSCNode, a: Attributes) -> bool:
@@ -634,21 +630,20 @@ _FLIPS = {key: Argument(key, 0) for key in ("transpose_a", "transpose_b")}
 _ORDER = {"axes": Argument("pattern", None)}
 _PADS = {"pad_mode": Argument("mode", "constant"), "pad_value": Argument("value", 0.0)}
 # Type -> the kind of the op, and its function. Types of one name with their function in MegEngine:
-_SAME = (
-    "abs exp log sqrt square floor ceil round sign sin cos tanh sigmoid logical_not logical_and logical_or \
-logical_xor maximum minimum less less_equal greater greater_equal equal not_equal where"
-)
+_SAME = "abs exp log sqrt square floor ceil round sign sin cos tan sinh cosh tanh asin acos atan asinh acosh \
+atanh sigmoid logical_not logical_and logical_or logical_xor maximum minimum less less_equal greater \
+greater_equal equal not_equal isinf isnan where"
 _RENAMED = {
     **{"nn.relu": "relu", "nn.silu": "silu", "nn.gelu": "gelu", "negative": "neg", "add": "add"},
     **{"subtract": "sub", "multiply": "mul", "divide": "div", "power": "pow", "floor_divide": "floor_div"},
 }
 _ELEMENTWISE = {**{name: name for name in _SAME.split()}, **_RENAMED}
 # The first type that says all of an op is written.
-KINDS: Mapping[str, Kind] = {
+_KINDS = {
     **{name: Kind(op, _calls(getattr(F, op))) for name, op in _ELEMENTWISE.items()},
     "nn.gelu_tanh": Kind("gelu_tanh", _calls(functions.gelu_tanh)),
     "erf": Kind("erf", _calls(functions.erf)),
-    "msc.gelu": Kind("", _calls(F.gelu)),
+    "rsqrt": Kind("", lambda c: c.call(F.pow, c.operand(), -0.5)),
     "msc.conv1d_bias": _conv(1, F.nn.conv1d, "conv1d", bias=True),
     "msc.conv2d_bias": _conv(2, F.conv2d, "conv2d", bias=True),
     "nn.conv1d": _conv(1, F.nn.conv1d, "conv1d"),
@@ -657,7 +652,6 @@ KINDS: Mapping[str, Kind] = {
     "nn.conv2d_transpose": _conv(2, F.conv_transpose2d, "conv_transpose2d", "IO"),
     "msc.linear_bias": Kind("linear", _read_linear, _OUT, _write_dtype("out_dtype"), _has_bias),
     "msc.linear": Kind("linear", _read_linear, _OUT, _write_dtype("out_dtype")),
-    "nn.dense": Kind("", _read_linear),
     "nn.bias_add": Kind(
         "", lambda c: c.call(F.add, c.operand(), c.operand("bias", _along(c, (c.axis(),)))), {"axis": 1}
     ),
@@ -719,7 +713,6 @@ KINDS: Mapping[str, Kind] = {
         lambda node, a: node.inputs[0].ndim == 4,
     ),
     "permute_dims": Kind("transpose swapaxes", _read_permute, _ORDER, fits=_says_order),
-    "transpose": Kind("", _read_permute, _ORDER),
     "reshape": Kind("reshape flatten", _read_reshape, {"shape": None}, _write_shape),
     "broadcast_to": Kind(
         "broadcast_to",
@@ -730,7 +723,6 @@ KINDS: Mapping[str, Kind] = {
     "squeeze": Kind("squeeze", _calls(F.squeeze), _AXES),
     "expand_dims": Kind("expand_dims", _calls(F.expand_dims), _AXES),
     "concat": Kind("concat", _joins(F.concat), _JOINED),
-    "concatenate": Kind("", _joins(F.concat), _JOINED),
     "stack": Kind("stack", _joins(F.stack), _JOINED),
     "split": Kind(
         "split", _read_split, {"indices_or_sections": Argument("sections"), "axis": Argument("axis", 0)}
@@ -773,5 +765,10 @@ KINDS: Mapping[str, Kind] = {
         {"axis": _AXIS, "dtype": None, "exclusive": Only(0)},
     ),
     "astype": Kind("astype", _read_astype, {"dtype": _MISSING}, _write_dtype("dtype")),
-    "cast": Kind("", _read_astype, {"dtype": _MISSING}),
 }
+# Other names of types, which are read only.
+_ALIASES = {
+    **{"cast": "astype", "concatenate": "concat", "transpose": "permute_dims"},
+    **{"msc.gelu": "nn.gelu", "msc.matmul": "matmul", "nn.dense": "msc.linear"},
+}
+KINDS: Mapping[str, Kind] = {**_KINDS, **{alias: _KINDS[name] for alias, name in _ALIASES.items()}}

@@ -127,7 +127,7 @@ class Store:
 
     def shape(self, node: TensorNode) -> tuple[int, ...]:
         """Returns the shape of ``node`` in the graph."""
-        return self.plan.shapes[node]
+        return tuple(int(n) for n in node.shape)
 
     def rank(self, node: TensorNode) -> int:
         """Returns the number of axes of ``node``."""

@@ -86,6 +86,24 @@ class _Layer:
         self.input = tensor if self.ints else self.b.as_floats(tensor)
         return self.input
 
+    def window(self, kernel: tuple[int, ...], axes: str = "HW") -> dict[str, Any]:
+        """Pads the input unless the operator does; returns the options of its window.
+
+        Args:
+            kernel: the sizes of the window; a sequence is an image of one row.
+            axes: the letters of the operator's axes.
+        """
+        padding, pads = windows(self.b, self.call, kernel)
+        row = (1,) * (len(axes) - len(kernel))
+        if pads:
+            self.input, padding = padded(self.b, self.input, [*[(0, 0)] * len(row), *pads]), "VALID"
+        stride, dilation = ((*row, *self.call.attrs[name]) for name in ("stride", "dilation"))
+        return {
+            "padding": getattr(Padding, padding),
+            **{f"stride{axis}": n for axis, n in zip(axes, stride, strict=True)},
+            **{f"dilation{axis}Factor": n for axis, n in zip(axes, dilation, strict=True)},
+        }
+
     def weight(self) -> np.ndarray:
         """Returns the weight, integers or floats, in MegEngine's layout."""
         weight = self.b.integers[self.weight_node][0] if self.ints else self.b.value(self.weight_node)
@@ -141,83 +159,60 @@ def windows(b: Builder, call: OpCall, kernel: tuple[int, ...]) -> tuple[str, lis
 
 
 def _conv(b: Builder, op: FusedOp) -> None:
-    layer, call, a = _Layer(b, op), op.call, op.call.attrs
-    x = layer.read(CHANNELS_LAST)
+    layer, groups = _Layer(b, op), op.call.attrs["groups"]
+    layer.read(CHANNELS_LAST)
     weight = layer.weight()
     weight = weight.reshape(-1, *weight.shape[-3:])  # (out, in / groups, height, width)
     count, inside, *kernel = weight.shape
-    padding, pads = windows(b, call, tuple(kernel))
-    if pads:
-        x, padding = padded(b, x, pads), "VALID"
-    options: dict[str, Any] = {
-        "padding": getattr(Padding, padding),
-        **dict(zip(("strideH", "strideW"), a["stride"], strict=True)),
-        **dict(zip(("dilationHFactor", "dilationWFactor"), a["dilation"], strict=True)),
-    }
+    options = layer.window(tuple(kernel))
     target = b.target(op, CHANNELS_LAST)
     options["fusedActivationFunction"] = target.activation
-    if a["groups"] > 1 and inside == 1:
+    if groups > 1 and inside == 1:
         stored = layer.stored_weight(weight[:, 0].transpose(1, 2, 0)[None], 3)
-        options["depthMultiplier"] = count // a["groups"]
+        options["depthMultiplier"] = count // groups
         code, kind, version = "DEPTHWISE_CONV_2D", "DepthwiseConv2DOptions", 0
     else:
         stored = layer.stored_weight(weight.transpose(0, 2, 3, 1), 0)
-        code, kind, version = "CONV_2D", "Conv2DOptions", 6 if a["groups"] > 1 else 0
-    b.writer.op(code, [x, stored, layer.bias(count)], [target.tensor], kind, version, **options)
+        code, kind, version = "CONV_2D", "Conv2DOptions", 6 if groups > 1 else 0
+    b.writer.op(code, [layer.input, stored, layer.bias(count)], [target.tensor], kind, version, **options)
     b.finish(op, target)
 
 
 def _conv1d(b: Builder, op: FusedOp) -> None:
     """Writes a convolution of sequences as one of images of one row."""
-    layer, call, a, order = _Layer(b, op), op.call, op.call.attrs, channels_last(3)
+    layer, order = _Layer(b, op), channels_last(3)
     x = layer.read(order)
     count, length, channels = x.shape
-    x = layer.use(b.reshaped(x, (count, 1, length, channels), 0))
+    layer.use(b.reshaped(x, (count, 1, length, channels), 0))
     weight = layer.weight()[:, :, None]
-    padding, pads = windows(b, call, weight.shape[3:])
-    if pads:
-        x, padding = padded(b, x, [(0, 0), *pads]), "VALID"
+    options = layer.window(weight.shape[3:])
     target = b.target(op, order)
-    options = {
-        "padding": getattr(Padding, padding),
-        **dict(zip(("strideH", "strideW"), (1, *a["stride"]), strict=True)),
-        **dict(zip(("dilationHFactor", "dilationWFactor"), (1, *a["dilation"]), strict=True)),
-        "fusedActivationFunction": target.activation,
-    }
+    options["fusedActivationFunction"] = target.activation
     stored = layer.stored_weight(weight.transpose(0, 2, 3, 1), 0)
     _, steps, outside = target.tensor.shape
-    row = b.like(target.tensor, f"{call.out.name}_row", (count, 1, steps, outside))
-    b.writer.op("CONV_2D", [x, stored, layer.bias(outside)], [row], "Conv2DOptions", **options)
+    row = b.like(target.tensor, f"{op.call.out.name}_row", (count, 1, steps, outside))
+    b.writer.op("CONV_2D", [layer.input, stored, layer.bias(outside)], [row], "Conv2DOptions", **options)
     shape = [-1, steps, outside]
-    reshape: dict[str, Any] = {"newShape": np.array(shape, np.int32)}
-    b.writer.op("RESHAPE", [row, shape], [target.tensor], "ReshapeOptions", **reshape)
+    options = {"newShape": np.array(shape, np.int32)}
+    b.writer.op("RESHAPE", [row, shape], [target.tensor], "ReshapeOptions", **options)
     b.finish(op, target)
 
 
 def _conv3d(b: Builder, op: FusedOp) -> None:
     """Writes a convolution of volumes in float; CONV_3D lacks groups."""
-    layer, call, a = _Layer(b, op), op.call, op.call.attrs
-    if a["groups"] > 1:
+    layer, order = _Layer(b, op), channels_last(5)
+    if op.call.attrs["groups"] > 1:
         raise ExportError(
-            f"{call.out.name}: a grouped convolution of volumes cannot become TFLite: use groups=1, or end "
-            "the graph before it"
+            f"{op.call.out.name}: a grouped convolution of volumes cannot become TFLite: use groups=1, or "
+            "end the graph before it"
         )
-    order = channels_last(5)
-    x = layer.read(order)
+    layer.read(order)
     weight = layer.weight()
-    padding, pads = windows(b, call, weight.shape[2:])
-    if pads:
-        x, padding = padded(b, x, pads), "VALID"
+    options = layer.window(weight.shape[2:], "DHW")
     target = b.target(op, order)
-    axes = "DHW"
-    options: dict[str, Any] = {
-        "padding": getattr(Padding, padding),
-        **{f"stride{axis}": n for axis, n in zip(axes, a["stride"], strict=True)},
-        **{f"dilation{axis}Factor": n for axis, n in zip(axes, a["dilation"], strict=True)},
-        "fusedActivationFunction": target.activation,
-    }
+    options["fusedActivationFunction"] = target.activation
     stored = layer.stored_weight(weight.transpose(2, 3, 4, 1, 0), 4)
-    inputs = [x, stored, layer.bias(len(weight))]
+    inputs = [layer.input, stored, layer.bias(len(weight))]
     b.writer.op("CONV_3D", inputs, [target.tensor], "Conv3DOptions", **options)
     b.finish(op, target)
 

@@ -270,7 +270,6 @@ class KernelPlan:
 
     Attributes:
         graph: the converted graph.
-        shapes: node -> its shape.
         members: the exprs that are fused into an op before them.
         needed: the nodes on whose values an output depends.
     """
@@ -280,7 +279,6 @@ class KernelPlan:
         self.outputs = set(self.graph.outputs)
         self.notes: dict[str, ExprNote] = {n.name: n for n in self.graph.annotation.notes}
         self.members: set[Expr] = set()
-        self.shapes = self.graph.shapes
         self.needed = needed_nodes(graph.module)
 
     def check(self) -> None:

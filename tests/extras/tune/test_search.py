@@ -21,6 +21,7 @@ from qtrace.errors import CalibrationError, ConfigError, QtraceError
 from qtrace.extras.tune import CostLimits, TuneSettings, tune
 from qtrace.extras.tune.search import propose, split
 from qtrace.extras.tune.trials import BEST, SEARCH, TRIALS, Trial, TrialLog, digest_of
+from qtrace.graph.failures import from_json
 from tests.nets import net
 from tests.preparation.passes.test_rules import by_conv, distributions
 from tests.sensitivity.diagnosis import planted
@@ -111,7 +112,7 @@ def test_a_damaged_line_in_the_middle_is_refused(whole, tmp_path: Path) -> None:
 
 def test_trials_survive_json(whole) -> None:
     for trial in whole[1].trials:
-        assert Trial.from_json(trial.to_json()) == trial
+        assert from_json(Trial, trial.to_json()) == trial
 
 
 def test_a_folder_of_another_search_is_refused(whole, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import qtrace
 from qtrace.config import QConfig
 from qtrace.errors import CalibrationError, ConfigError
+from qtrace.graph.failures import from_json
 from qtrace.preparation.annotation import Annotation, ExprNote, Site
 from qtrace.preparation.model import fake_quants
 from qtrace.preparation.prepare import plan
@@ -250,7 +251,7 @@ def test_annotate_is_deterministic_and_survives_json() -> None:
     traced = qtrace.trace(randomize(ResNet(4, (1, 1))), x, check=False)
     first, second = plan(traced), plan(traced)
     assert first == second
-    assert Annotation.from_json(first.to_json()) == first
+    assert from_json(Annotation, first.to_json()) == first
 
 
 @settings(max_examples=15, deadline=None)

@@ -294,6 +294,12 @@ READ: list[tuple[str, dict[str, str], list[np.ndarray], dict[str, np.ndarray], A
     ("astype", {"dtype": "int32"}, [4 * ROWS], {}, (4 * ROWS).astype(np.int32)),
     ("where", {}, [ROWS > 0, ROWS, 2 * ROWS], {}, np.where(ROWS > 0, ROWS, 2 * ROWS)),
     ("tuple", {}, [ROWS, IMAGE], {}, [ROWS, IMAGE]),
+    ("msc.matmul", {"out_dtype": ""}, [ROWS, ROWS.T.copy()], {}, ROWS @ ROWS.T),
+    *(
+        (name, {}, [np.tanh(ROWS)], {}, function(np.tanh(ROWS)))
+        for name, function in (("asin", np.arcsin), ("acos", np.arccos), ("atanh", np.arctanh))
+    ),
+    ("acosh", {}, [1 + ROWS**2], {}, np.arccosh(1 + ROWS**2)),
     *(
         (name, {}, [np.abs(ROWS)], {}, function(np.abs(ROWS)))
         for name, function in (
@@ -305,6 +311,14 @@ READ: list[tuple[str, dict[str, str], list[np.ndarray], dict[str, np.ndarray], A
                 ("floor", np.floor),
             ),
             *(("square", np.square), ("tanh", np.tanh), ("sigmoid", lambda x: 1 / (1 + np.exp(-x)))),
+            *(
+                ("tan", np.tan),
+                ("sinh", np.sinh),
+                ("cosh", np.cosh),
+                ("atan", np.arctan),
+                ("isnan", np.isnan),
+            ),
+            *(("asinh", np.arcsinh), ("isinf", np.isinf), ("rsqrt", lambda x: 1 / np.sqrt(x))),
         )
     ),
     *(

@@ -62,24 +62,19 @@ def _leaky_relu(call: Call) -> Any:
     return call.function(F.leaky_relu, call.tensor(0), call.attribute("alpha", 0.01))
 
 
-def _elu(call: Call) -> Any:
-    only_float(call)
-    alpha, x = call.attribute("alpha", 1.0), call.tensor(0)
-    negative = call.function(F.mul, call.function(F.expm1, call.function(F.minimum, x, 0.0)), alpha)
-    return call.function(F.add, call.function(F.relu, x), negative)
+def _elu(alpha: float) -> Lowering:
+    def lower(call: Call) -> Any:
+        only_float(call)
+        factor, x = call.attribute("alpha", alpha), call.tensor(0)
+        negative = call.function(F.mul, call.function(F.expm1, call.function(F.minimum, x, 0.0)), factor)
+        return call.function(F.add, call.function(F.relu, x), negative)
+
+    return lower
 
 
 def _selu(call: Call) -> Any:
-    only_float(call)
-    alpha = call.attribute("alpha", 1.67326319217681884765625)
-    gamma, x = call.attribute("gamma", 1.05070102214813232421875), call.tensor(0)
-    negative = call.function(F.mul, call.function(F.expm1, call.function(F.minimum, x, 0.0)), alpha)
-    return call.function(F.mul, call.function(F.add, call.function(F.relu, x), negative), gamma)
-
-
-def _hard_swish(call: Call) -> Any:
-    only_float(call)
-    return call.function(F.hswish, call.tensor(0))
+    gamma = call.attribute("gamma", 1.05070102214813232421875)
+    return call.function(F.mul, _elu(1.67326319217681884765625)(call), gamma)
 
 
 def _hard_sigmoid(call: Call) -> Any:
@@ -105,9 +100,8 @@ def _thresholded_relu(call: Call) -> Any:
 
 
 def _prelu(call: Call) -> Any:
+    only_float(call)
     slope = call.values[1]
-    if not call.is_float(0):
-        call.refuse(f"computes with {call.dtype(0).name}, where MegEngine computes with float32")
     rank = call.rank(0)
     if call.version < 7 and isinstance(slope, Stored) and slope.array.size > 1:
         # Before opset 7 a slope belongs to a channel.
@@ -223,10 +217,6 @@ def _where(call: Call) -> Any:
     return call.function(F.where, *(call.expanded(node, sizes, shapes) for node in (condition, x, y)))
 
 
-def _is_nan(call: Call) -> Any:
-    return call.function(F.isnan, call.tensor(0))
-
-
 def _is_inf(call: Call) -> Any:
     negative, positive = call.attribute("detect_negative", 1), call.attribute("detect_positive", 1)
     if negative and positive:
@@ -247,7 +237,7 @@ _COMPARISONS: dict[str, Lowering] = {
     "Xor": _logic(F.logical_xor),
     "Not": _logic(F.logical_not),
     "Where": _where,
-    "IsNaN": _is_nan,
+    "IsNaN": _logic(F.isnan),
     "IsInf": _is_inf,
 }
 
@@ -378,11 +368,6 @@ def _pow(call: Call) -> Any:
     return call.function(F.pow, call.tensor(0), call.tensor(1))
 
 
-def _neg(call: Call) -> Any:
-    _check_integers(call, True)
-    return call.function(F.neg, call.tensor(0))
-
-
 def _keep_integers(function: Callable[..., Any]) -> Lowering:
     def lower(call: Call) -> Any:
         _check_integers(call, True)
@@ -459,9 +444,9 @@ LOWERINGS: dict[str, Lowering] = {
     "Softplus": unary(F.softplus),
     "Clip": _clip,
     "LeakyRelu": _leaky_relu,
-    "Elu": _elu,
+    "Elu": _elu(1.0),
     "Selu": _selu,
-    "HardSwish": _hard_swish,
+    "HardSwish": unary(F.hswish),
     "HardSigmoid": _hard_sigmoid,
     "Softsign": _softsign,
     "ThresholdedRelu": _thresholded_relu,
@@ -478,7 +463,7 @@ LOWERINGS: dict[str, Lowering] = {
     "Mul": binary(F.mul),
     "Div": _div,
     "Pow": _pow,
-    "Neg": _neg,
+    "Neg": _keep_integers(F.neg),
     "Abs": _keep_integers(F.abs),
     "Sign": _keep_integers(F.sign),
     "Reciprocal": _reciprocal,

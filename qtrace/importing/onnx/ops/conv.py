@@ -50,6 +50,11 @@ class Window:
         """Whether both ends are padded alike."""
         return self.before == self.after
 
+    def as_image(self) -> Window:
+        """Returns the window along one axis as that of an image of one column."""
+        before, after = (*self.before, 0), (*self.after, 0)
+        return Window((*self.kernel, 1), (*self.stride, 1), (*self.dilation, 1), before, after)
+
 
 def read_window(call: Call, kernel: Sequence[int]) -> Window:
     """Reads the attributes of a window.
@@ -116,23 +121,46 @@ def _conv(call: Call) -> Any:
     x, padding = call.tensor(0), window.before
     if not window.symmetric:
         x, padding = pad(call, x, window.before, window.after), (0,) * count
-    options = {"stride": window.stride, "padding": padding, "dilation": window.dilation}
-    if count == 1 and groups > 1:
-        return _signal(call, x, groups, options)
-    sizes: dict[str, Any] = {"kernel_size": window.kernel, **options}
-    sizes = {key: value[0] if count == 1 else value for key, value in sizes.items()}
-    result = _module(call, _MODULES[count], (call.shape(0)[1], shape[0]), {"groups": groups, **sizes}, x)
-    if result is not None:
-        return result
-    bias = _bias(call)
-    axes = [1, shape[0], *[1] * count]
-    flat = None if bias is None else call.function(F.reshape, call.tensor(2), axes, name=f"{call.name}_bias")
-    filters = call.tensor(1)
-    if groups > 1:
-        grouped = (groups, shape[0] // groups, *shape[1:])
-        filters = call.function(F.reshape, filters, grouped, name=f"{call.name}_weight")
-    arguments: dict[str, Any] = {k: v[0] if count == 1 else v for k, v in options.items()}
-    return call.function(_FUNCTIONS[count], x, filters, flat, groups=groups, **arguments)
+    is_image = count == 1 and groups > 1  # Conv1d lacks groups
+    if is_image:
+        x, window, padding = _image(call, x), window.as_image(), (*padding, 0)
+    axes, name = len(window.kernel), f"{call.name}_column" if is_image else ""
+    sizes = {
+        "kernel": window.kernel,
+        "stride": window.stride,
+        "padding": padding,
+        "dilation": window.dilation,
+    }
+    options: dict[str, Any] = {key: value[0] if axes == 1 else value for key, value in sizes.items()}
+    channels = (call.shape(0)[1], shape[0], options.pop("kernel"))
+    options = {"groups": groups, **options}
+    result = _module(call, _MODULES[axes], channels, options, x, name)
+    if result is None:
+        flat = _flat(call, shape[0], axes, f"{call.name}_bias")
+        filters = _filters(call, groups, window)
+        result = call.function(_FUNCTIONS[axes], x, filters, flat, **options, name=name)
+    return call.function(F.squeeze, result, -1) if is_image else result
+
+
+def _image(call: Call, signal: Any) -> Any:
+    """Returns a signal as an image of one column."""
+    return call.function(F.expand_dims, signal, -1, name=f"{call.name}_image")
+
+
+def _filters(call: Call, groups: int, window: Window) -> Any:
+    """Returns a weight as MegEngine's functions take it, with an axis for the groups if there are several."""
+    rows, columns = call.shape(1)[:2]
+    form = (rows, columns) if groups == 1 else (groups, rows // groups, columns)
+    form, filters = (*form, *window.kernel), call.tensor(1)
+    same = form == call.shape(1)
+    return filters if same else call.function(F.reshape, filters, form, name=f"{call.name}_weight")
+
+
+def _flat(call: Call, channels: int, axes: int, name: str = "") -> Any:
+    """Returns the bias with an axis for each of the result's."""
+    if _bias(call) is None:
+        return None
+    return call.function(F.reshape, call.tensor(2), (1, channels, *[1] * axes), name=name)
 
 
 def _bias(call: Call) -> Value | None:
@@ -141,25 +169,6 @@ def _bias(call: Call) -> Value | None:
     if isinstance(bias, Stored) and not bias.learned and not bias.array.any():
         return None
     return bias
-
-
-def _signal(call: Call, signal: Any, groups: int, options: dict[str, tuple[int, ...]]) -> Any:
-    """Convolves groups of channels of a signal as an image of one column: Conv1d lacks groups."""
-    outputs, inputs, size = call.shape(1)
-    neutral = {"stride": 1, "padding": 0, "dilation": 1}
-    sizes: dict[str, Any] = {name: (value[0], neutral[name]) for name, value in options.items()}
-    image = call.function(F.expand_dims, signal, -1, name=f"{call.name}_image")
-    column = f"{call.name}_column"
-    channels = (inputs * groups, outputs, (size, 1))
-    result = _module(call, M.Conv2d, channels, {"groups": groups, **sizes}, image, column)
-    if result is None:
-        form = (groups, outputs // groups, inputs, size, 1)
-        filters = call.function(F.reshape, call.tensor(1), form, name=f"{call.name}_weight")
-        flat = None
-        if _bias(call) is not None:
-            flat = call.function(F.reshape, call.tensor(2), (1, outputs, 1, 1), name=f"{call.name}_bias")
-        result = call.function(F.conv2d, image, filters, flat, groups=groups, name=column, **sizes)
-    return call.function(F.squeeze, result, -1)
 
 
 def _module(
@@ -195,56 +204,24 @@ def _conv_transpose(call: Call) -> Any:
         if min(after) < 0:
             call.refuse("has groups, and more output_padding than pads, for which MegEngine has no kernel")
         window, extra = replace(window, after=after), (0,) * count
+    x, name, channels = call.tensor(0), "", shape[1] * groups
     if count == 1:
-        return _signal_transpose(call, window, extra, groups)
-    channels = shape[1] * groups
+        x, name = _image(call, x), f"{call.name}_column"
+        window, extra = window.as_image(), (*extra, 0)
+    axes, common = len(window.kernel), _common(window)
     # MegEngine's output_padding must be below the stride: the whole result is cut instead.
-    options: dict[str, Any] = {
-        "stride": window.stride,
-        "padding": _common(window),
-        "dilation": window.dilation,
-    }
+    options: dict[str, Any] = {"stride": window.stride, "padding": common, "dilation": window.dilation}
     options.update(output_padding=extra, groups=groups)
-    sizes = (shape[0], channels, window.kernel)
-    result = _module(call, _TRANSPOSED[count], sizes, options, call.tensor(0))
+    result = _module(call, _TRANSPOSED[axes], (shape[0], channels, window.kernel), options, x, name)
     if result is None:
-        filters = call.tensor(1)
-        if groups > 1:
-            grouped = (groups, shape[0] // groups, *shape[1:])
-            filters = call.function(F.reshape, filters, grouped, name=f"{call.name}_weight")
-        flat = None
-        if _bias(call) is not None:
-            flat = call.function(F.reshape, call.tensor(2), (1, channels, *[1] * count))
-        result = call.function(_TRANSPOSED_FUNCTIONS[count], call.tensor(0), filters, flat, **options)
-    common = _common(window)
-    cuts = [
-        slice(b - c, (c - a) or None) for b, a, c in zip(window.before, window.after, common, strict=True)
-    ]
-    if all(cut == slice(0, None) for cut in cuts):
-        return result
-    return call.method("__getitem__", result, (slice(None), slice(None), *cuts))
-
-
-def _signal_transpose(call: Call, window: Window, extra: tuple[int, ...], groups: int) -> Any:
-    """Transposes a convolution along one axis, as an image of one column."""
-    inputs, outputs, size = call.shape(1)
-    options: dict[str, Any] = {"stride": (window.stride[0], 1), "dilation": (window.dilation[0], 1)}
-    options.update(padding=(_common(window)[0], 0), output_padding=(extra[0], 0), groups=groups)
-    image = call.function(F.expand_dims, call.tensor(0), -1, name=f"{call.name}_image")
-    sizes, column = (inputs, outputs * groups, (size, 1)), f"{call.name}_column"
-    result = _module(call, M.ConvTranspose2d, sizes, options, image, column)
-    if result is None:
-        form = (inputs, outputs, size, 1) if groups == 1 else (groups, inputs // groups, outputs, size, 1)
-        filters = call.function(F.reshape, call.tensor(1), form, name=f"{call.name}_weight")
-        flat = None
-        if _bias(call) is not None:
-            flat = call.function(F.reshape, call.tensor(2), (1, outputs * groups, 1, 1))
-        result = call.function(F.conv_transpose2d, image, filters, flat, name=column, **options)
-    common = _common(window)[0]
-    cut = slice(window.before[0] - common, (common - window.after[0]) or None)
-    if cut != slice(0, None):
-        result = call.method("__getitem__", result, (slice(None), slice(None), cut), name=f"{call.name}_cut")
-    return call.function(F.squeeze, result, -1)
+        filters, flat = _filters(call, groups, window), _flat(call, channels, axes)
+        result = call.function(_TRANSPOSED_FUNCTIONS[axes], x, filters, flat, **options, name=name)
+    ends = zip(window.before, window.after, common, strict=True)
+    cuts = [slice(b - c, (c - a) or None) for b, a, c in ends][:count]
+    if any(cut != slice(0, None) for cut in cuts):
+        index = (slice(None), slice(None), *cuts)
+        result = call.method("__getitem__", result, index, name=f"{call.name}_cut" if count == 1 else "")
+    return call.function(F.squeeze, result, -1) if count == 1 else result
 
 
 def _common(window: Window) -> tuple[int, ...]:
@@ -421,11 +398,8 @@ def _ceiled(call: Call, window: Window) -> Window:
 def _pooled(call: Call, function: Any, x: Any, window: Window, padding: Any, **options: Any) -> Any:
     if len(window.kernel) == 2:
         return call.function(function, x, window.kernel, window.stride, padding, **options)
-    # Along one axis: as an image of one column.
-    image = call.function(F.expand_dims, x, -1, name=f"{call.name}_image")
-    kernel, stride = (window.kernel[0], 1), (window.stride[0], 1)
-    result = call.function(function, image, kernel, stride, (padding[0], 0), **options)
-    return call.function(F.squeeze, result, -1)
+    image = _pooled(call, function, _image(call, x), window.as_image(), (padding[0], 0), **options)
+    return call.function(F.squeeze, image, -1)
 
 
 def _global(function: Any) -> Lowering:

@@ -32,8 +32,8 @@ __all__ = [
     "SizeError",
     "TooLarge",
     "absolute",
+    "arithmetic",
     "axis_size",
-    "combine",
     "evaluate",
     "fold_sizes",
     "infer_shapes",
@@ -120,18 +120,8 @@ def is_fixed(number: Number) -> bool:
     return not isinstance(number, Size)
 
 
-def combine(op: str, left: Number, right: Number, integers: bool) -> Number:
-    """Computes with two numbers of which one at least is a `Size`.
-
-    Args:
-        op: the op in ONNX: Add, Sub, Mul, Div, Mod, Min or Max.
-        left: the first operand.
-        right: the second operand.
-        integers: whether both are integers in the file, whose quotients are rounded.
-
-    Raises:
-        SizeError: when the result is no exact multiple of an integer.
-    """
+def _combine(op: str, left: Number, right: Number, integers: bool) -> Number:
+    """See `arithmetic`, of two numbers of which one at least is a `Size`."""
     if op == "Mul":
         return _product(left, right)
     if op == "Div" and not integers:
@@ -453,7 +443,7 @@ def product(numbers: Sequence[Number]) -> Number:
     """Returns the product of integers, some of which may be sizes."""
     total: Number = 1
     for number in numbers:
-        total = _arithmetic("Mul", total, number, True)
+        total = arithmetic("Mul", total, number, True)
     return total
 
 
@@ -509,7 +499,7 @@ def _computed(node: OnnxNode, values: Sequence[_Value]) -> np.ndarray:
     if node.op in _ARITHMETIC:
         result = arrays[0]
         for other in arrays[1:]:
-            result = _elementwise(lambda a, b: _arithmetic(node.op, a, b, integers), result, other)
+            result = _elementwise(lambda a, b: arithmetic(node.op, a, b, integers), result, other)
         return result
     if node.op in _COMPARISONS:
         return _elementwise(lambda a, b: _compared(node.op, a, b), *arrays)
@@ -518,7 +508,7 @@ def _computed(node: OnnxNode, values: Sequence[_Value]) -> np.ndarray:
     if node.op == "Abs":
         return _elementwise(absolute, arrays[0])
     if node.op == "Neg":
-        return _elementwise(lambda n: _arithmetic("Sub", 0, n, integers), arrays[0])
+        return _elementwise(lambda n: arithmetic("Sub", 0, n, integers), arrays[0])
     if node.op == "Cast":
         to_integer = _kind(node, values).kind in "iu"
         return _elementwise(lambda n: _cast(n, to_integer), arrays[0])
@@ -535,9 +525,20 @@ def _elementwise(function: Callable[..., Number], *arrays: np.ndarray) -> np.nda
     return result
 
 
-def _arithmetic(op: str, left: Number, right: Number, integers: bool) -> Number:
+def arithmetic(op: str, left: Number, right: Number, integers: bool) -> Number:
+    """Computes with two numbers.
+
+    Args:
+        op: the op in ONNX: Add, Sub, Mul, Div, Mod, Min or Max.
+        left: the first operand.
+        right: the second operand.
+        integers: whether both are integers in the file, whose quotients are rounded.
+
+    Raises:
+        SizeError: when one is a `Size`, and the result is no exact multiple of an integer.
+    """
     if isinstance(left, Size) or isinstance(right, Size):
-        return combine(op, left, right, integers)
+        return _combine(op, left, right, integers)
     if op == "Div":
         return int(left / right) if integers else left / right
     result: Number = _FUNCTIONS[op.lower()](left, right)
@@ -569,7 +570,7 @@ def _reduced(node: OnnxNode, arrays: Sequence[np.ndarray], integers: bool) -> np
         raise SizeError("reduces sizes along several axes")
     total: Number = numbers[0]
     for number in numbers[1:].tolist():
-        total = _arithmetic(_REDUCTIONS[node.op], total, number, integers)
+        total = arithmetic(_REDUCTIONS[node.op], total, number, integers)
     result = np.empty((1,) if node.attributes.get("keepdims", 1) else (), object)
     result.reshape(-1)[:] = [total]
     return result

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import megengine as mge
 import megengine.functional as F
 import numpy as np
 from megengine import Tensor
@@ -18,6 +17,7 @@ from qtrace.gradients.recurrent import checked_shapes
 from qtrace.graph.failures import short
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interface import TensorInfo, argument_names, has_traced_structure, list_inputs, read_inputs
+from qtrace.graph.kernels import synchronous
 from qtrace.graph.nonfinite import search_nonfinite
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.types import TensorNode, TracedModule
@@ -462,12 +462,8 @@ def check_run(model: TracedModule, arguments: _Arguments, index: int) -> None:
 
 def _call_at_once(model: TracedModule, arguments: _Arguments) -> Any:
     """Calls ``model`` in eval mode without a queue, so that an error of a kernel is raised here."""
-    level, mge.config.async_level = mge.config.async_level, 0
-    try:
-        with evaluating(model):
-            return model(*arguments[0], **arguments[1])
-    finally:
-        mge.config.async_level = level
+    with synchronous(), evaluating(model):
+        return model(*arguments[0], **arguments[1])
 
 
 def count_samples(arguments: _Arguments) -> int:
@@ -514,14 +510,11 @@ def evaluating(model: TracedModule) -> Iterator[None]:
     for module, _ in flags:
         module.train(False, recursive=False)
     recurrent = any(isinstance(module, (LSTM, RNN)) for module, _ in flags)
-    level = mge.config.async_level
-    if any(_races(module) for module, _ in flags):
-        mge.config.async_level = 0
+    races = any(_races(module) for module, _ in flags)
     try:
-        with checked_shapes() if recurrent else nullcontext():
+        with checked_shapes() if recurrent else nullcontext(), synchronous() if races else nullcontext():
             yield
     finally:
-        mge.config.async_level = level
         for module, training in flags:
             module.training = training
 

@@ -25,7 +25,7 @@ from qtrace.graph.failures import parsing
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
-from qtrace.graph.walk import op_label
+from qtrace.graph.walk import op_label, set_graph
 
 # The interface of the file that a traced module was imported from: names, order and types of its tensors.
 
@@ -350,7 +350,7 @@ def _append_input(traced: TracedModule, name: str, shape: Sequence[int], dtype: 
     defaults = None if spec.defaults is None else (*spec.defaults, None)
     graph._inputs.append(node)
     spec = spec._replace(args=[*spec.args, name], defaults=defaults)
-    _define(traced, tree_flatten(((*args, node), kwargs))[1], out_def, spec)
+    set_graph(traced, traced.graph, tree_flatten(((*args, node), kwargs))[1], out_def, spec)
     _edit_interface(traced, add=TensorInfo(name, np.dtype(dtype).name))
     return node
 
@@ -378,7 +378,7 @@ def _drop_input(traced: TracedModule, node: Node) -> None:
     names = [name for i, name in enumerate(spec.args) if i != index]
     others = (value for i, value in enumerate(args) if i != index)
     spec = spec._replace(args=names, defaults=tuple(defaults) or None)
-    _define(traced, tree_flatten(((*others,), kwargs))[1], out_def, spec)
+    set_graph(traced, traced.graph, tree_flatten(((*others,), kwargs))[1], out_def, spec)
     _edit_interface(traced, drop=place - 1)
 
 
@@ -445,7 +445,7 @@ def _replace_outputs(traced: TracedModule, outputs: Any) -> None:
     if interface is not None:
         known = dict(zip(traced.graph._outputs, interface.outputs, strict=True))
     traced.graph._outputs[:] = leaves
-    _define(traced, arg_def, out_def, traced.argspec)
+    set_graph(traced, traced.graph, arg_def, out_def, traced.argspec)
     if interface is not None:
         infos = tuple(known.get(n) or TensorInfo(str(n.name), np.dtype(n.dtype).name) for n in leaves)
         write_interface(traced, replace(interface, outputs=infos))
@@ -474,13 +474,6 @@ def _definitions(traced: TracedModule) -> tuple[TreeDef, TreeDef]:
         raise GraphError("the module was traced with several structures: trace it with one to edit them.")
     arg_def = next(iter(traced.argdef_graph_map))
     return arg_def, traced.argdef_outdef_map[arg_def]
-
-
-def _define(traced: TracedModule, arg_def: TreeDef, out_def: TreeDef | None, spec: Any) -> None:
-    graph = traced.graph
-    # New dicts: an edit that fails puts the old ones back.
-    traced.argdef_graph_map, traced.argdef_outdef_map = {arg_def: graph}, {arg_def: out_def}
-    traced.argspec = spec
 
 
 def _edit_interface(traced: TracedModule, add: TensorInfo | None = None, drop: int | None = None) -> None:

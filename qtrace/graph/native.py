@@ -35,6 +35,7 @@ from qtrace.errors import SchemeError, TraceError
 from qtrace.graph import failures
 from qtrace.graph.failures import parsing
 from qtrace.graph.types import GetAttr, ModuleNode, TracedModule
+from qtrace.graph.walk import graphs_of
 from qtrace.scheme import QParams, QScheme
 
 # The scales that a model brings from MegEngine's own quantization, as a record of its traced module.
@@ -276,12 +277,10 @@ def _is_native(module: Module) -> bool:
 
 def _renew_types(traced: TracedModule) -> None:
     """Writes the classes of the layers into the nodes of all graphs of ``traced``."""
-    for part in traced.modules():
-        for graph in part.argdef_graph_map.values() if isinstance(part, TracedModule) else ():
-            for expr in graph._exprs:
-                for node in expr.outputs if isinstance(expr, GetAttr) else ():
-                    if isinstance(node, ModuleNode) and not isinstance(node.owner, TracedModule):
-                        node.module_type = type(node.owner)
+    for expr in (expr for graph in graphs_of(traced) for expr in graph._exprs):
+        for node in expr.outputs if isinstance(expr, GetAttr) else ():
+            if isinstance(node, ModuleNode) and not isinstance(node.owner, TracedModule):
+                node.module_type = type(node.owner)
 
 
 def _kind(module: Module) -> str:

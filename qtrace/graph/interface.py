@@ -14,14 +14,15 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from megengine import Tensor
 from megengine.traced_module.pytree import LeafDef, TreeDef, tree_flatten
+from pydantic import ConfigDict
 
 from qtrace.errors import GraphError
-from qtrace.graph.failures import parsing
+from qtrace.graph.failures import from_json, parsing
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
@@ -52,6 +53,8 @@ class TensorInfo:
     Raises:
         GraphError: for an empty name, a type that no traced module carries, or sizes that no tensor has.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
 
     name: str
     dtype: str
@@ -97,6 +100,8 @@ class Interface:
         GraphError: when two inputs, or two outputs, have one name, or the metadata are no text.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
+
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     metadata: tuple[tuple[str, str], ...] = ()
@@ -127,28 +132,13 @@ class Interface:
             GraphError: when the text is anything else.
         """
         with parsing("the interface that the model carries is", "import the file again"):
-            document = json.loads(text)
-            if not {"inputs", "outputs"} <= set(document) <= {"inputs", "outputs", "metadata"}:
-                raise ValueError("its keys are not 'inputs', 'outputs' and 'metadata'")
-            metadata = tuple((key, value) for key, value in document.get("metadata", ()))
-            return cls(_tensors(document["inputs"]), _tensors(document["outputs"]), metadata)
+            return from_json(cls, text)
 
 
 def _are_sizes(sizes: Any) -> bool:
     if not isinstance(sizes, tuple) or len(sizes) > MAX_RANK:
         return False
     return all(n is None or (isinstance(n, int) and not isinstance(n, bool) and n > 0) for n in sizes)
-
-
-def _tensors(items: Any) -> tuple[TensorInfo, ...]:
-    keys = {"name", "dtype"}
-    if not isinstance(items, list) or not all(keys <= set(item) <= keys | {"sizes"} for item in items):
-        raise ValueError("its tensors are not made of 'name', 'dtype' and 'sizes'")
-    sizes = (item.get("sizes") for item in items)
-    return tuple(
-        TensorInfo(item["name"], item["dtype"], None if axes is None else tuple(axes))
-        for item, axes in zip(items, sizes, strict=True)
-    )
 
 
 def write_interface(traced: TracedModule, interface: Interface) -> None:

@@ -13,7 +13,6 @@ of the weight belongs to the folded one. Integer weights become the floats that 
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -246,13 +245,7 @@ def lower(module: Module) -> tuple[Module, NativeRanges | None]:
     if not any(map(_is_native, module.modules())):
         return module, None
     name = type(module).__name__
-    try:
-        root = copy.deepcopy(module)
-    except Exception as error:
-        raise TraceError(
-            f"{name} cannot be copied, so its quantized layers cannot be replaced; take what cannot be "
-            f"copied out of its attributes ({failures.short(error)})."
-        ) from error
+    root = failures.copy_module(module, "its quantized layers cannot be replaced")
     root.eval()
     layers = {path: part for path, part in root.named_modules() if _is_native(part)}
     if unknown := [

@@ -7,7 +7,6 @@ them in alphabetical order; a trace has those that ``forward`` uses. With the fo
 
 from __future__ import annotations
 
-import copy
 import difflib
 import dis
 import inspect
@@ -99,13 +98,7 @@ def copy_module(source: Module, method: str) -> Module:
         TraceError: for a module that cannot be copied, or whose class is registered as a builtin.
     """
     name = type(source).__name__
-    try:
-        module = copy.deepcopy(source)
-    except Exception as error:
-        raise TraceError(
-            f"{name} cannot be copied, so it cannot be traced without changing it; take what cannot "
-            f"be copied out of its attributes ({failures.short(error)})."
-        ) from error
+    module = failures.copy_module(source, "it cannot be traced without changing it")
     module.eval()
     _use_builtin_classes(module)
     open_attention(module)

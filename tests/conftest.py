@@ -25,7 +25,7 @@ process.quiet()
 
 # No deadline: a loaded machine is not a bug. The same examples in every run, so that a change is judged by
 # what it changed; `make fuzz` draws others, and many.
-settings.register_profile("qtrace", deadline=None, max_examples=50, derandomize=True)
+settings.register_profile("qtrace", deadline=None, max_examples=20, derandomize=True)
 settings.load_profile("qtrace")
 
 

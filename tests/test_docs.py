@@ -50,10 +50,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def _page(path: Path) -> Any:
-    """A page as a parameter: all but those for newcomers are slow."""
+    """A page as a parameter: all but the first are slow."""
     name = str(path.relative_to(ROOT / "docs"))
-    quick = name == "index.md" or name.startswith("start/")
-    return pytest.param(path, id=name, marks=[] if quick else [pytest.mark.slow(untimed=True)])
+    return pytest.param(path, id=name, marks=[pytest.mark.slow(untimed=True)] * (name != "index.md"))
 
 
 @pytest.mark.usefixtures("synchronous")  # pages on training set async_level

@@ -172,8 +172,7 @@ def test_leftovers_of_killed_exports_are_swept_and_those_at_work_are_not(
     file = "files.claim(Path('model.onnx').resolve(), lambda new: new.touch())"
     folder = "files.claim(Path('model.onnx').resolve(), Path.mkdir)[0].joinpath('half').touch()"
     other = "files.claim(Path('other.onnx').resolve(), lambda new: new.touch())"
-    for code in (file, folder, other):
-        _killed(tmp_path, code)
+    _killed(tmp_path, "\n".join((file, folder, other)))
     assert len(os.listdir(tmp_path)) == 3
     working, lock = files.claim(tmp_path / "model.onnx", Path.mkdir)
     qtrace.export(quantized, "model.onnx")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,9 +18,8 @@ from qtrace.data.batches import as_arguments
 from qtrace.export import export
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
-from qtrace.onnxfile.external_data import read_model
 from qtrace.onnxfile.local_session import OrtSession, SessionSettings, dtype_of
-from qtrace.onnxfile.sessions import OpenvinoFile, open_session
+from qtrace.onnxfile.sessions import open_session
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.prepare import prepare
@@ -81,50 +80,9 @@ class FloatFile:
 
 
 _ONE_THREAD = SessionSettings(threads=1)
-# As the file is timed. The default precision on some CPUs is bfloat16, which is no noise of the integers.
-_SETTINGS = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": "1"}
 
-
-class OpenvinoRuns:
-    """An ONNX file in OpenVINO on one thread, for its outputs only.
-
-    Args:
-        path: the file.
-        host: the interpreter or machine that has OpenVINO; None for this one.
-
-    Attributes:
-        input_names: the inputs that the file declares.
-
-    Raises:
-        ExportError: when OpenVINO cannot load the file.
-    """
-
-    def __init__(self, path: Path, host: RuntimeHost | None = None) -> None:
-        graph = read_model(path).graph
-        stored = {tensor.name for tensor in graph.initializer}
-        self.input_names = [value.name for value in graph.input if value.name not in stored]
-        self._file = OpenvinoFile(path, _SETTINGS, path, host)
-
-    def run_outputs(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Runs the file once and returns all of its outputs.
-
-        Args:
-            inputs: a value for each input; a compiled model lacks a port for one that nothing reads.
-
-        Raises:
-            ExportError: when OpenVINO refuses the inputs.
-        """
-        feeds = dict(zip(self.input_names, inputs, strict=True))
-        return self._file.run([_value_of(port["names"], feeds, port["dtype"]) for port in self._file.inputs])
-
-
-def _value_of(names: Sequence[str], feeds: Mapping[str, np.ndarray], dtype: str) -> np.ndarray:
-    """Returns the value of the port with the ``names``, in its type."""
-    return next(feeds[name] for name in names if name in feeds).astype(np.dtype(dtype), copy=False)
-
-
-FileRuns = OrtSession | OpenvinoRuns | Session
-"""A file that runs; of a TFLite file or an ncnn net the session that `verify` has, too."""
+FileRuns = OrtSession | Session
+"""A file that runs; in another runtime than onnxruntime the session that `verify` has, too."""
 
 
 def open_runs(
@@ -143,13 +101,11 @@ def open_runs(
     Raises:
         ExportError: when the runtime is not installed, or cannot load the file.
     """
-    if path.suffix.lower() != ".onnx":
-        assert converted is not None
-        return by_sample(runtimes.get(path, None, host).open(path, True), QuantizedModel(converted))
     runtime = runtimes.get(path, None, host, backend)
-    if runtime.name == "openvino":
-        return OpenvinoRuns(path, host)
-    return open_session(path, replace(_ONE_THREAD, optimize=runs_optimized(runtime, backend), host=host))
+    if runtime.name == "onnxruntime":
+        return open_session(path, replace(_ONE_THREAD, optimize=runs_optimized(runtime, backend), host=host))
+    session = runtime.open(path, True)
+    return session if converted is None else by_sample(session, QuantizedModel(converted))
 
 
 def input_values(traced: TracedModule, batch: Any, number: int) -> list[np.ndarray]:
@@ -166,8 +122,6 @@ def input_values(traced: TracedModule, batch: Any, number: int) -> list[np.ndarr
 
 def run_batch(session: FileRuns, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns all outputs of a file for the values of its inputs, each in the type that the file takes."""
-    if isinstance(session, OpenvinoRuns):
-        return session.run_outputs(values)
     if not isinstance(session, OrtSession):
         return run_outputs(session, list(values))
     feeds = {

@@ -88,6 +88,7 @@ def test_threads_of_blas_and_of_onnxruntime_do_not_matter() -> None:
     assert len(printed) == 1, printed
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("engine", ["onnxruntime", "megengine"])
 def test_gptq_gives_the_same_weights_and_report_on_any_number_of_threads(engine: str) -> None:
     """The first layer's inputs are more than are rounded jointly, and every fourth batch is held back."""

@@ -33,7 +33,7 @@ def test_ci_page_job_runs(
     assert len(commands) == 6
     x = images(24, 3, 16, 16)
     network = net(lambda self, x: F.relu(self.conv(x)), conv=M.Conv2d(3, 8, 3, padding=1))
-    qtrace.save(qtrace.trace(network, x[:1]), "float.mge")
+    qtrace.save(qtrace.trace(network, x[:1], check=False), "float.mge")
     np.save("train.npy", x[:16])
     np.save("unseen.npy", x[16:])
     for command in commands:

@@ -149,7 +149,7 @@ def test_trace_runs_gather_without_a_queue() -> None:
     rng = np.random.default_rng(0)
     scores, rows = rng.normal(size=(4, 64)), rng.normal(size=(4, 64, 16))
     for _ in range(5):  # in a queue, one of two ends the process
-        traced = qtrace.trace(net(_top), scores.astype(np.float32), rows.astype(np.float32))
+        traced = qtrace.trace(net(_top), scores.astype(np.float32), rows.astype(np.float32), check=False)
     assert len(traced.graph.outputs) == 2
 
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from qtrace.config import QConfig, backends
-from qtrace.config.checking import SYMMETRIC, mistakes
-from qtrace.config.recipe import load_recipe, recipe_names
+from qtrace.config.checking import SYMMETRIC, is_precision, mistakes
+from qtrace.config.recipe import dump_recipe, load_recipe, recipe_names
 from qtrace.config.written import resolve_recipe
 from tests.each import each_of
 
@@ -46,11 +46,16 @@ def test_short_names_of_targets_stay(name: str) -> None:
 
 
 @each_of("name", recipe_names())
-def test_says_what_it_is_and_is_right(name: str) -> None:
-    config = load_recipe(name)
+def test_says_what_it_is_and_is_right_and_the_same_written_out(name: str, tmp_path: Path) -> None:
+    config, resolved = load_recipe(name), resolve_recipe(name)
     assert config.description
     assert not config.description.endswith(".")
     assert mistakes(config) == ()
+    assert config.origin == (name if is_precision(name) else f"qtrace/recipes/{name}.yaml")
+    assert all(rule.origin.startswith("qtrace/recipes/") for rule in config.rules)
+    for text in (resolved.text(), dump_recipe(config)):
+        (tmp_path / "again.yaml").write_text(text, encoding="utf-8")
+        assert load_recipe(tmp_path / "again.yaml") == resolved.config == config
 
 
 @each_of("name", recipe_names())

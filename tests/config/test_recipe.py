@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtrace.config import QConfig, Spec, recipe
-from qtrace.config.checking import is_precision
 from qtrace.config.recipe import as_qconfig, config_or_default, dump_recipe, load_recipe, recipe_names
 from qtrace.config.written import resolve_recipe
 from qtrace.errors import ConfigError, QtraceError
@@ -309,19 +308,19 @@ imports: [no_such_thing]
 
 
 @given(st.text(max_size=60))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=25)
 def test_any_text_gives_a_config_or_a_config_error(text):
     _never_crashes((HEAD + text).encode("utf-8"))
 
 
 @given(st.binary(max_size=40))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30)
 def test_any_bytes_give_a_config_or_a_config_error(data):
     _never_crashes(HEAD.encode() + data)
 
 
 @given(st.text(alphabet=list("abm: \n-[]{},&*!'\"#|>%@0.~"), max_size=50))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=40)
 def test_yaml_like_text_gives_a_config_or_a_config_error(text):
     _never_crashes((HEAD + "rules: " + text).encode())
 
@@ -401,6 +400,7 @@ def test_names_and_paths(name):
             load_recipe(name)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name", ["mobilenet_v2+tflite", "tflite+mobilenet_v2", "mobilenet_v2 + backend/tflite"]
 )
@@ -662,15 +662,6 @@ def test_names():
     files = (path.relative_to(RECIPES).with_suffix("") for path in RECIPES.rglob("*.yaml"))
     assert recipe_names() == tuple(sorted(file.as_posix() for file in files))
     assert {"onnxruntime", "megengine", "resnet18", "mobilenet_v2", "backend/ncnn"} <= set(recipe_names())
-
-
-@each_of("name", recipe_names())
-def test_packaged_recipe(name):
-    config = load_recipe(name)
-    assert config.description
-    assert config.origin == (name if is_precision(name) else f"qtrace/recipes/{name}.yaml")
-    assert all(rule.origin.startswith("qtrace/recipes/") for rule in config.rules)
-    assert _load(dump_recipe(config), head="") == config
 
 
 def test_errors_are_the_users():

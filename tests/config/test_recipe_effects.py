@@ -75,7 +75,7 @@ def mobilenet() -> TracedModule:
     return _trace(MobileNetV2(0.25, blocks=(1, 2, 1)), images(1, 3, 32, 32))
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("target", TARGETS)
 def test_depthwise_weights_keep_8_bits_and_a_scale_each(mobilenet: TracedModule, planned: Any, target: str):
     weights = _weights(planned(mobilenet, target, "mobilenet_v2"))
@@ -124,6 +124,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("family", ["mobilenet_v3", "efficientnet", "csp_darknet"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("target", ["backend/onnxruntime", "backend/tensorrt", "backend/tflite"])
@@ -271,6 +272,7 @@ def test_between_the_products_of_a_transformer_all_is_float(planned: Any, family
         assert _note(annotation, name).output
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("target", ["backend/onnxruntime", "backend/snpe", "backend/tensorrt_10"])
 def test_tokens_and_neighbours_are_joined_in_float(planned: Any, target: str) -> None:
     def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
@@ -328,6 +330,7 @@ def test_maps_of_scores_leave_in_float(planned: Any, family: str) -> None:
     assert [site.node for site in _activations(annotation)] == ["x", "relu_out"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("recipe", ["repvgg", "int8", "resnet+openvino"])
 def test_branches_of_repvgg_become_one_convolution(recipe: str) -> None:
     def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
@@ -361,6 +364,7 @@ def test_results_are_float_on_ncnn_and_layers_round_what_they_read(planned: Any)
     assert {s.plan.scheme.describe() for s in _activations(annotation)} == {"int8 sym narrow half-away"}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("target", "conv", "linear"),
     [
@@ -381,7 +385,7 @@ def test_weights_as_each_target_has_them(planned: Any, target: str, conv: str, l
     }
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_network_runs_on_every_target(planned: Any, target: str, tmp_path: Path) -> None:
     traced = _trace(ResNet(4, (1, 1), 5), images(1, 3, 16, 16))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from qtrace.config.recipe import SCHEMA, load_recipe, recipe_names
+from qtrace.config.recipe import SCHEMA, load_recipe
 from qtrace.config.written import Entry, render, resolve_recipe
 from tests.each import each_of
 
@@ -23,14 +23,6 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _text(body: str) -> str:
     Path("mine.yaml").write_text(HEAD + body, encoding="utf-8")
     return resolve_recipe("mine.yaml").text()
-
-
-@each_of("name", recipe_names())
-def test_text_is_the_same_recipe(name: str) -> None:
-    resolved = resolve_recipe(name)
-    Path("again.yaml").write_text(resolved.text(), encoding="utf-8")
-    again = load_recipe("again.yaml")
-    assert again == resolved.config == load_recipe(name)
 
 
 @each_of(
@@ -79,7 +71,7 @@ def test_rules_have_a_line_each_for_reason_and_place() -> None:
     st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.booleans(),
 )
 @example("\n\U00010000\U0001f600 \\\U00010000 \\ud800\\udc00", 0)
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=25)
 def test_any_value_survives(text: str, number: object) -> None:
     text = text.encode("utf-8", "ignore").decode("utf-8")
     found = (Entry(("fakequant",), {"lsq": {"x": text, "y": number}}, "a.yaml:3", ("why",)),)

@@ -94,7 +94,7 @@ def test_samples_in_dicts_and_lists_are_counted(arguments: Any, count: int) -> N
 
 
 def test_no_more_batches_of_dicts_are_read_than_needed() -> None:
-    traced = qtrace.trace(net(lambda self, x: F.relu(x["a"]) + x["b"]), _named(4, 0)[0][0])
+    traced = qtrace.trace(net(lambda self, x: F.relu(x["a"]) + x["b"]), _named(4, 0)[0][0], check=False)
     calls = first_calls([_named(4, seed) for seed in range(5)], 8, traced)
     assert [count_samples(call) for call in calls] == [4, 4]
 

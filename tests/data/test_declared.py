@@ -125,7 +125,9 @@ def test_sizes_that_an_op_fixes_are_refused_and_traced_sizes_are_examples(tmp_pa
     batch = {"x": _batch(names)["x"], "y": np.zeros((2, 4, 9, 9), np.float32)}
     with pytest.raises(CalibrationError, match=r"axis 2 \(H\) of input y is fixed: Add 'out:0'"):
         as_arguments(batch, traced)
-    module = qtrace.trace(net(lambda self, x: x * 2.0 + 1.0), Tensor(np.ones((1, 3, 8, 8), np.float32)))
+    module = qtrace.trace(
+        net(lambda self, x: x * 2.0 + 1.0), Tensor(np.ones((1, 3, 8, 8), np.float32)), check=False
+    )
     as_arguments(np.zeros((2, 3, 16, 16), np.float32), module)
 
 

@@ -40,7 +40,7 @@ def _net(after: Forward) -> M.Module:
 
 
 def _converted(module: M.Module, backend: str, x: np.ndarray = IMAGES) -> TracedModule:
-    prepared = qtrace.prepare(qtrace.trace(module, x), f"backend/{backend}")
+    prepared = qtrace.prepare(qtrace.trace(module, x, check=False), f"backend/{backend}")
     return qtrace.convert(qtrace.calibrate(prepared, [x], progress=False))
 
 
@@ -95,7 +95,7 @@ def test_groups_that_come_from_the_batch_fix_it(after: Forward, backend: str, tm
 
 @pytest.mark.parametrize("backend", ["tflite", "ncnn"])
 def test_kernels_from_data_are_refused_before_the_calibration(backend: str) -> None:
-    traced = qtrace.trace(_net(_correlated), IMAGES)
+    traced = qtrace.trace(_net(_correlated), IMAGES, check=False)
     with pytest.raises(ConfigError, match=f"conv2d_out: its weight is computed .* files for {backend} hold"):
         qtrace.prepare(traced, f"backend/{backend}")
 
@@ -115,7 +115,9 @@ def test_a_size_computed_from_shapes_is_exported(case: str, backend: str, tmp_pa
 
 
 def test_explain_says_that_a_size_is_fixed() -> None:
-    prepared = qtrace.prepare(qtrace.trace(_net(SIZES["avg_pool2d"]), IMAGES), "backend/onnxruntime")
+    prepared = qtrace.prepare(
+        qtrace.trace(_net(SIZES["avg_pool2d"]), IMAGES, check=False), "backend/onnxruntime"
+    )
     text = _reasons(prepared)["avg_pool2d_out"]
     assert text == "computed from shapes, and fixed at the traced size: kernel_size 8"
 
@@ -126,7 +128,7 @@ def _reasons(prepared: TracedModule) -> dict[str, str]:
 
 def test_the_graph_itself_follows_other_sizes() -> None:
     module = _net(SIZES["avg_pool2d"])
-    prepared = qtrace.prepare(qtrace.trace(module, IMAGES), "backend/onnxruntime")
+    prepared = qtrace.prepare(qtrace.trace(module, IMAGES, check=False), "backend/onnxruntime")
     other = mge.Tensor(images(1, 3, 12, 12))
     np.testing.assert_allclose(prepared(other).numpy(), module(other).numpy(), atol=1e-6)
 
@@ -142,7 +144,7 @@ def test_traced_value_reads_shapes_and_numbers_only() -> None:
     def forward(self: Any, x: mge.Tensor) -> mge.Tensor:
         return x.mean() + (x.shape[2] + 31) // 32 * 32 + F.arange(x.shape[1]).sum()
 
-    flat = flatten(qtrace.trace(net(forward), IMAGES))
+    flat = flatten(qtrace.trace(net(forward), IMAGES, check=False))
     values = {n.name: traced_value(n) for e in exprs(flat) for n in e.outputs}
     assert values["mul_out"] == 32
     assert values["sum_out"] == 3
@@ -157,6 +159,7 @@ CASTS: dict[str, Forward] = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("case", "backend"), list(zip(CASTS, itertools.cycle(SUFFIXES), strict=False)))
 def test_a_cast_to_the_same_type_is_an_identity(case: str, backend: str, tmp_path: Path) -> None:
     _verify(_net(CASTS[case]), backend, tmp_path)

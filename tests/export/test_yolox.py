@@ -74,7 +74,7 @@ def _serial() -> Iterator[None]:
 def _check_whole(model: M.Module, batch: int, size: int, file: str, folder: Path) -> None:
     """Traces at one batch size, exports, verifies; the boxes are those of each sample alone."""
     batches = [bounded(batch, seed, size) for seed in range(3)]
-    traced = qtrace.trace(model, batches[0])
+    traced = qtrace.trace(model, batches[0], check=False)
     alone = np.concatenate([traced(Tensor(x[None])).numpy() for x in batches[2]])
     np.testing.assert_allclose(traced(Tensor(batches[2])).numpy(), alone, rtol=1e-4, atol=1e-3)
     recipe = folder / "recipe.yaml"

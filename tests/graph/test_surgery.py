@@ -205,7 +205,7 @@ def test_a_stride_that_passes_no_editor_is_reported_and_renewed(hierarchical: bo
     if hierarchical:
         inner = net(lambda self, x: F.relu(self.conv(x)), conv=M.Conv2d(3, 4, 3, padding=1))
         outer = net(lambda self, x: self.pool(self.inner(x)), inner=inner, pool=M.MaxPool2d(2))
-        traced = qtrace.trace(outer, X)
+        traced = qtrace.trace(outer, X, check=False)
         traced.inner.conv.stride = (2, 2)
     else:
         traced.pool.kernel_size = traced.pool.stride = 1

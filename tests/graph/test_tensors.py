@@ -39,8 +39,8 @@ def resident():
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 
-module = net(lambda self, x: self.b(F.relu(self.a(x))), a=M.Linear(2048, 2048), b=M.Linear(2048, 2048))
-traced = qtrace.trace(module, np.ones((2, 2048), np.float32), check=False)
+module = net(lambda self, x: self.b(F.relu(self.a(x))), a=M.Linear(1024, 1024), b=M.Linear(1024, 1024))
+traced = qtrace.trace(module, np.ones((2, 1024), np.float32), check=False)
 for weight in traced.parameters():
     weight._reset(weight.detach()[...])  # drops the array that reading it has left
 before = resident()
@@ -94,7 +94,7 @@ def test_a_flat_copy_takes_no_memory_for_weights() -> None:
     """In a process of its own: what the allocator kept or gives back of other tests would count here."""
     run = subprocess.run([sys.executable, "-c", COPIES], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    weights = 2 * 4 * 2048**2
+    weights = 2 * 4 * 1024**2
     # The allocator may keep some arrays of what was read; eight copies that share nothing have 8 * weights.
     assert int(run.stdout) < 4 * weights
 

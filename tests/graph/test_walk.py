@@ -19,14 +19,14 @@ def test_modules_are_those_that_megengine_finds() -> None:
     module = net(lambda self, x: F.relu(self.a(x)), a=shared, listed=listed, again=M.Sequential(shared))
     assert {id(m) for m in modules_of(module)} == {id(m) for m in module.modules()}
     assert modules_of(module)[0] is module
-    traced = qtrace.trace(module, images(2, 3, 8, 8))
+    traced = qtrace.trace(module, images(2, 3, 8, 8), check=False)
     for model in (traced, qtrace.prepare(traced)):
         assert {id(m) for m in modules_of(model)} == {id(m) for m in model.modules()}
 
 
 def test_training_flags_come_back_when_a_graph_was_evaluated() -> None:
     module = net(lambda self, x: self.b(self.a(x)), a=M.Conv2d(3, 3, 1), b=M.ReLU())
-    traced = qtrace.trace(module, images(1, 3, 8, 8))
+    traced = qtrace.trace(module, images(1, 3, 8, 8), check=False)
     traced.train()
     traced.a.training = False
     with evaluating(traced):

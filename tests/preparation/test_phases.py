@@ -123,7 +123,7 @@ def test_a_damaged_record_is_reported(change: str) -> None:
 def test_training_warns_of_a_layer_with_a_wrong_gradient() -> None:
     module = net(lambda self, x: self.h(self.cell(x)[0]), cell=M.LSTM(4, 6, proj_size=3), h=M.Linear(6, 2))
     x = np.ones((3, 2, 4), np.float32)
-    prepared = qtrace.prepare(qtrace.trace(module, x), {"ptq": [], "placement": "everything"})
+    prepared = qtrace.prepare(qtrace.trace(module, x, check=False), {"ptq": [], "placement": "everything"})
     qtrace.calibrate(prepared, [x], progress=False)
     with pytest.warns(QtraceWarning, match=r"cell is of type LSTM, whose gradient is wrong in MegEngine"):
         qtrace.set_phase(prepared, "train")

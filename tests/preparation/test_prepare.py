@@ -24,7 +24,7 @@ _X = np.random.RandomState(0).randn(2, 3, 8, 8).astype("float32")
 
 @pytest.fixture(scope="module")
 def traced() -> TracedModule:
-    return qtrace.trace(M.Conv2d(3, 4, 3), _X)
+    return qtrace.trace(M.Conv2d(3, 4, 3), _X, check=False)
 
 
 @each_of(
@@ -133,7 +133,7 @@ def test_samples_in_batches_of_the_size_that_the_model_fixes(count: int) -> None
         lambda self, x: self.b(F.reshape(self.a(x), (count, 4 * 16))), a=M.Conv2d(2, 4, 1), b=M.Linear(64, 5)
     )
     batches = [images(count, 2, 4, 4, seed=seed) for seed in range(3)]
-    traced = qtrace.trace(module, batches[0])
+    traced = qtrace.trace(module, batches[0], check=False)
     prepared = qtrace.prepare(traced, samples=batches)
     qtrace.calibrate(prepared, batches, progress=False)
     exact, rounded = (m(mge.Tensor(batches[0])).numpy() for m in (traced, qtrace.convert(prepared)))
@@ -148,7 +148,7 @@ def test_one_batchnorm_behind_two_layers_that_keeps_its_place_in_training() -> N
         n=M.BatchNorm2d(4),
     )
     x = images(2, 2, 8, 8)
-    traced = qtrace.trace(module, x)
+    traced = qtrace.trace(module, x, check=False)
     prepared = qtrace.calibrate(qtrace.prepare(traced, "vit"), [x], progress=False)
     outputs = zip(traced(mge.Tensor(x)), qtrace.convert(prepared)(mge.Tensor(x)), strict=True)
     assert all(sqnr_db(exact.numpy(), rounded.numpy()) > 25 for exact, rounded in outputs)

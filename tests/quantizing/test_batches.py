@@ -49,8 +49,7 @@ def _list(size: int) -> list[np.ndarray]:
 def test_one_hash_whatever_the_batches(tmp_path: Path) -> None:
     """Batches of 1, 6 and 8 gave three files: by last bits, rows of `gptq`, and what was held back."""
     np.savez(tmp_path / "x.npz", x=DATA)
-    forms: list[tuple[Any, dict[str, int]]] = [(_list(1), {}), (DATA, {"batch_size": 8})]
-    forms += [(tmp_path / "x.npz", {"batch_size": 6}), ([{"x": batch} for batch in _list(6)], {})]
+    forms: list[tuple[Any, dict[str, int]]] = [(_list(1), {}), (tmp_path / "x.npz", {"batch_size": 6})]
     forms += [(DATA, {"batch_size": 11, "max_batches": 4})]
     hashes, lines = set(), set()
     for data, reading in forms:
@@ -83,7 +82,7 @@ def test_errors_name_the_samples_of_the_data(form: Any, tmp_path: Path) -> None:
 
 
 def _open(module: Any, data: Any, **reading: Any) -> tuple[Any, CallData]:
-    source = qtrace.trace(module, *module.example) if hasattr(module, "example") else module
+    source = qtrace.trace(module, *module.example, check=False) if hasattr(module, "example") else module
     opener = DataOpener(source, data, None, DataReading(**reading), config_or_default(None), LogReporter())
     return opener.open(lambda batches: read_network(source, batches, None, ()))
 

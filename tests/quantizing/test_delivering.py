@@ -195,7 +195,7 @@ def test_a_network_with_open_axes_is_timed_at_the_traced_sizes(suffix: str, give
     """A TFLite file has no open sizes, and its channels are last."""
     opened = qtrace.trace(_module(), DATA[:1], dynamic={"x": {0: "N", 2: "H", 3: "W"}})
     assert timed_settings(opened, suffix).shapes == ({"x": (1, 32, 16, 16)} if given else {})
-    assert timed_settings(qtrace.trace(_module(), DATA[:1])).shapes == {}
+    assert timed_settings(qtrace.trace(_module(), DATA[:1], check=False)).shapes == {}
 
 
 @pytest.mark.slow
@@ -255,7 +255,7 @@ def test_the_file_of_the_user_is_what_it_is_measured_against(
 
 def test_a_float16_file_is_not_replaced_for_its_speed_on_a_cpu(tmp_path: Path) -> None:
     """Its ops gain their time elsewhere; the float file that is measured beside it is in float32."""
-    traced = qtrace.trace(_module(), DATA[:2])
+    traced = qtrace.trace(_module(), DATA[:2], check=False)
     rules = [{"match": {"name": "b*"}, "quantize": False}]
     config = as_qconfig({"placement": "fastest", "float": "fp16", "rules": rules})
     rounding = config.model_copy(update={"placement": None})

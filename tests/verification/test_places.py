@@ -51,7 +51,7 @@ def _network(name: str, folder: Path) -> tuple[TracedModule, list[np.ndarray]]:
     return qtrace.trace(build(name), batches[0], check=False), batches
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["yolov10", "beam", "retrieval", "nms", "taken", "in a file"])
 def test_the_file_tells_the_places_of_each_selection(name: str, tmp_path: Path) -> None:
     traced, batches = _network(name, tmp_path)

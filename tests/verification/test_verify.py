@@ -176,6 +176,7 @@ REASONS: dict[str, Callable[[M.Module, mge.Tensor], mge.Tensor]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("reason", REASONS)
 def test_what_keeps_an_op_from_an_integer_kernel_is_said(reason: str, tmp_path: Path) -> None:
     batches = [images(2, 4, 8, 8)]

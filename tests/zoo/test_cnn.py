@@ -15,17 +15,14 @@ from tests.zoo.checks import Case, close, run
 from tests.zoo.parts import pictures, settle
 from tests.zoo.quick import parameters
 
-# The others have the same layers. All are listed, as for the fixture, so that pytest keeps what it made.
+# The slow suite has the others, whose layers one of these has.
 _KINDS = (
     *("resnet_basic", "mobilenet_v3", "shufflenet_v1", "repvgg_train", "convnext"),
     *("unet_transposed", "native"),
 )
-# The quick suite adds what joins, squeezes and resizes in other ways; the slow suite has all.
-_QUICK = (*_KINDS, "efficientnet_b0", "densenet", "deeplab", "edsr")
-OF_EACH_KIND = pytest.mark.parametrize("case", parameters(CNN, _KINDS), indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=parameters(CNN, _QUICK))
+@pytest.fixture(scope="module", params=parameters(CNN, _KINDS))
 def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param)
 
@@ -50,13 +47,11 @@ def test_nearly_all_is_computed_on_integers(case: Case) -> None:
     case.check_share()
 
 
-@OF_EACH_KIND
 def test_training_reaches_every_parameter(case: Case) -> None:
     case.check_training()
     assert all(gradient.any() for gradient in case.trained.values())
 
 
-@OF_EACH_KIND
 def test_files_keep_every_number(case: Case, tmp_path: Path) -> None:
     case.check_files(tmp_path)
 

@@ -16,12 +16,11 @@ from tests.zoo.detectors.entries import DETECTORS
 from tests.zoo.detectors.yolo import StaticSilu
 from tests.zoo.quick import parameters
 
-# The others have the same parts. All are listed, as for the fixture, so that pytest keeps what it made.
+# The slow suite has the others, whose parts one of these has.
 _KINDS = ("retinanet", "faster_rcnn:rpn", "detr")
-OF_EACH_KIND = pytest.mark.parametrize("case", parameters(DETECTORS, _KINDS), indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=parameters(DETECTORS, (*_KINDS, "yolox")))
+@pytest.fixture(scope="module", params=parameters(DETECTORS, _KINDS))
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     level = mge.config.async_level
     mge.config.async_level = 0  # F.arange races when several are queued
@@ -49,12 +48,10 @@ def test_nearly_all_is_computed_on_integers(case: Case) -> None:
     case.check_share()
 
 
-@OF_EACH_KIND
 def test_training_reaches_what_the_float_net_trains(case: Case) -> None:
     case.check_training()
 
 
-@OF_EACH_KIND
 def test_files_keep_every_number(case: Case, tmp_path: Path) -> None:
     case.check_files(tmp_path)
 

@@ -21,11 +21,11 @@ from tests.zoo.transformers.users import Boxed
 ENTRIES = (*TRANSFORMERS, *USER_NETS)
 
 # The slow suite has the others, whose layers one of these has.
-_QUICK = ("vit", "swin", "resmlp", *(entry.name for entry in USER_NETS))
+_QUICK = ("vit", "swin", *(entry.name for entry in USER_NETS))
 
 # The others have the same parts. All are listed, as for the fixture, so that pytest keeps what it made.
 OF_EACH_KIND = pytest.mark.parametrize(
-    "case", parameters(ENTRIES, ("vit", "resmlp", "Frozen", "CalledTwice")), indirect=True, scope="module"
+    "case", parameters(ENTRIES, ("vit", "Frozen", "CalledTwice")), indirect=True, scope="module"
 )
 
 

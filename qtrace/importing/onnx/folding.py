@@ -30,6 +30,7 @@ __all__ = [
     "Number",
     "Size",
     "SizeError",
+    "TooLarge",
     "absolute",
     "arithmetic",
     "axis_size",
@@ -46,7 +47,7 @@ __all__ = [
 
 _MAX_TERM = 2**12  # of a fraction, so that its product with a size fits int32
 
-_MAX_STORED = 2**27  # elements of a computed constant
+_MAX_STORED = 2**26  # elements by which all computed constants of a file exceed what they are computed of
 
 # Op -> the inputs whose numbers it moves; all others say where to.
 _MOVES: Mapping[str, tuple[int, ...] | None] = {
@@ -281,26 +282,33 @@ class CannotEvaluate(Exception):
     """A node cannot be computed here; the text says why, as a clause."""
 
 
+class TooLarge(CannotEvaluate):
+    """The results of a node would be huge."""
+
+
 def evaluate(
-    node: OnnxNode, inputs: Sequence[np.ndarray | None], opsets: Mapping[str, int]
-) -> list[np.ndarray]:
+    node: OnnxNode, inputs: Sequence[np.ndarray | None], opsets: Mapping[str, int], grown: int = 0
+) -> tuple[list[np.ndarray], int]:
     """Computes a node.
 
     Args:
         node: the node.
         inputs: one an input; None where it is left out.
         opsets: the versions that the model imports.
+        grown: by how many elements earlier results exceed their inputs.
+
+    Returns:
+        The results, and by how many elements all results exceed their inputs.
 
     Raises:
-        CannotEvaluate: when the node is random, lacks a reference, fails, or its result would be huge.
+        CannotEvaluate: when the node is random, lacks a reference or fails; `TooLarge` for huge results.
     """
     if node.op in RANDOM_OPS:
         raise CannotEvaluate("is random")
     known = {name: value for name, value in zip(node.inputs, inputs, strict=True) if value is not None}
     shapes = infer_shapes(node, {n: (v.dtype, v.shape) for n, v in known.items()}, known, opsets)
-    for _, shape in shapes.values():
-        if shape is not None and math.prod(shape) > _MAX_STORED:
-            raise CannotEvaluate(f"would compute a constant of the shape {list(shape)}")
+    grown -= sum(value.size for value in known.values())
+    _sum_sizes([shape for _, shape in shapes.values() if shape is not None], grown)
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
@@ -312,7 +320,19 @@ def evaluate(
         if not isinstance(result, (np.ndarray, np.generic)):
             raise CannotEvaluate("gives a sequence or text, not a tensor")
         arrays.append(np.asarray(result))
-    return arrays
+    return arrays, _sum_sizes([array.shape for array in arrays], grown)
+
+
+def _sum_sizes(shapes: Sequence[tuple[int, ...]], grown: int) -> int:
+    """Returns the number of elements of ``shapes`` and of ``grown``.
+
+    Raises:
+        TooLarge: when no file may compute as many.
+    """
+    grown += sum(map(math.prod, shapes))
+    if grown > _MAX_STORED:
+        raise TooLarge(f"would compute a constant of the shape {list(max(shapes, key=math.prod))}")
+    return grown
 
 
 def _run(node: OnnxNode, inputs: Sequence[Any], opsets: Mapping[str, int]) -> Sequence[Any]:
@@ -466,7 +486,7 @@ def _moved(node: OnnxNode, values: Sequence[_Value], opsets: Mapping[str, int]) 
             inputs.append(value.array)
     kind = _dtype(values[moved[0]])
     results = []
-    for name, places in zip(node.outputs, evaluate(node, inputs, opsets), strict=False):
+    for name, places in zip(node.outputs, evaluate(node, inputs, opsets)[0], strict=False):
         numbers = np.empty(places.shape, object)
         numbers.reshape(-1)[:] = [pool[int(place)] for place in places.reshape(-1)]
         results.append(sizes_of(numbers, kind, name))

@@ -157,6 +157,22 @@ class ExposedSession:
         Raises:
             ExportError: for inputs that are not the file's, or a batch of another size than it fixes.
         """
+        self._check(inputs)
+        values = self.infer(self.compiled, inputs)
+        count, end = len(self.output_names), len(self.output_names) + len(self.integer_names)
+        outputs, places = values[:count], values[end:]
+        if self.deployed is not None:
+            deployed = self.infer(self.deployed, inputs)
+            outputs, places = deployed[:count], deployed[count:]
+        integers = [v if v.dtype.kind in "iu" else np.rint(v).astype(np.int32) for v in values[count:end]]
+        return RuntimeRun(outputs, dict(zip(self.integer_names, integers, strict=True)), places)
+
+    def run_outputs(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        """Runs the model and returns only its outputs; see `run`."""
+        self._check(inputs)
+        return self.infer(self.deployed or self.compiled, inputs)[: len(self.output_names)]
+
+    def _check(self, inputs: list[np.ndarray]) -> None:
         if len(inputs) != len(self.input_names):
             raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
         for name, x in zip(self.input_names, inputs, strict=True):
@@ -166,11 +182,3 @@ class ExposedSession:
                     f"{name} has shape {x.shape}, but the file fixes its first axis to {size}, since the "
                     f"graph takes no other size: give batches of {size}."
                 )
-        values = self.infer(self.compiled, inputs)
-        count, end = len(self.output_names), len(self.output_names) + len(self.integer_names)
-        outputs, places = values[:count], values[end:]
-        if self.deployed is not None:
-            deployed = self.infer(self.deployed, inputs)
-            outputs, places = deployed[:count], deployed[count:]
-        integers = [v if v.dtype.kind in "iu" else np.rint(v).astype(np.int32) for v in values[count:end]]
-        return RuntimeRun(outputs, dict(zip(self.integer_names, integers, strict=True)), places)

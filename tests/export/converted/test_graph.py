@@ -33,7 +33,7 @@ class _Net(M.Module):
 @pytest.fixture(scope="module")
 def prepared() -> TracedModule:
     batch = np.random.RandomState(0).randn(2, 3, 8, 8).astype("float32")
-    model = qtrace.prepare(qtrace.trace(_Net(), batch))
+    model = qtrace.prepare(qtrace.trace(_Net(), batch, check=False))
     qtrace.calibrate(model, [batch], progress=False)
     return model
 

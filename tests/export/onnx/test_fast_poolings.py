@@ -189,6 +189,7 @@ _POOLS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("form", ["float", "read by others", "joined", "input", "pooled twice"])
 @pytest.mark.parametrize("settings", _POOLS.values(), ids=_POOLS)
 def test_onnxruntime_pools_floats_where_no_integer_layer_writes_them(form, settings, tmp_path: Path) -> None:
@@ -330,6 +331,7 @@ def _unpooled() -> tuple[list, dict[str, np.ndarray]]:
     return nodes, weights
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("in_float", [("conv2d", "relu"), ("conv2d",), ()], ids=str)
 def test_places_of_the_largest_values_are_those_of_the_graph(
     tmp_path: Path, in_float: tuple[str, ...]

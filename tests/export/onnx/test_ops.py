@@ -189,7 +189,7 @@ NO_ORACLE = {
 )
 def test_ops_run_in_onnxruntime_as_in_the_graph(names: list[str], tmp_path: Path) -> None:
     module = side_by_side({name: CASES[name] for name in names})
-    batches = [tuple(images(3, *IMAGE, seed=s) for _ in names) for s in range(3)]
+    batches = [tuple(images(3, *IMAGE, seed=s) for _ in names) for s in range(2)]
     traced = qtrace.trace(module, *batches[0])
     prepared = qtrace.prepare(traced)
     assert lint(prepared) == []
@@ -198,7 +198,7 @@ def test_ops_run_in_onnxruntime_as_in_the_graph(names: list[str], tmp_path: Path
     path = qtrace.export(converted, tmp_path / "m.onnx")
     # Another batch size than the trace had: the file's batch is free.
     last = [images(5, *IMAGE, seed=9) for _ in names]
-    report = qtrace.verify(path, converted, [*batches, tuple(last)], min_sqnr_db=30.0)
+    report = qtrace.verify(path, converted, [batches[0], tuple(last)], min_sqnr_db=30.0)
     assert report.passed, report.table()
     sites = report.sites["op_by_op"]
     assert not without_sites(names, sites)

@@ -40,7 +40,7 @@ def converted() -> TracedModule:
     for parameter in model.parameters():
         # Large weights of one sign let the sums of neighbouring products pass 16 bits.
         parameter[...] = rng.uniform(0.1, 0.2, parameter.shape).astype(np.float32)
-    prepared = qtrace.prepare(qtrace.trace(model, X), "backend/onnxruntime")
+    prepared = qtrace.prepare(qtrace.trace(model, X, check=False), "backend/onnxruntime")
     return qtrace.convert(qtrace.calibrate(prepared, [BRIGHT], progress=False))
 
 
@@ -91,7 +91,7 @@ def test_the_processor_decides_by_default(
 @pytest.mark.parametrize("recipe", ["backend/tensorrt", "backend/qnn"])
 def test_other_targets_keep_their_types(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "products_saturate", lambda: True)
-    model = qtrace.trace(M.Sequential(M.Conv2d(3, 4, 3), M.ReLU()), X)
+    model = qtrace.trace(M.Sequential(M.Conv2d(3, 4, 3), M.ReLU()), X, check=False)
     other = qtrace.convert(qtrace.calibrate(qtrace.prepare(model, recipe), [X], progress=False))
     before = _types(qtrace.export(other, tmp_path / "a.onnx", format="onnx", weights="int8"))
     assert _types(qtrace.export(other, tmp_path / "b.onnx", format="onnx")) == before
@@ -102,7 +102,7 @@ def test_choices_that_are_wrong_are_refused(converted: TracedModule, tmp_path: P
         ExportError, match="weights='int4' is no choice of the ONNX export: choose auto, int8"
     ):
         qtrace.export(converted, tmp_path / "m.onnx", weights="int4")
-    model = qtrace.trace(M.Sequential(M.Conv2d(3, 4, 3), M.ReLU()), X)
+    model = qtrace.trace(M.Sequential(M.Conv2d(3, 4, 3), M.ReLU()), X, check=False)
     tensorrt = qtrace.convert(
         qtrace.calibrate(qtrace.prepare(model, "backend/tensorrt"), [X], progress=False)
     )
@@ -164,7 +164,7 @@ def test_openvino_takes_products_of_rows_that_a_concat_joins(
 
     layers = {"a": M.Conv2d(3, 8, 3, stride=2, padding=1), "b": M.Conv2d(8, 8, 3, padding=1)}
     model = net(forward, **layers, fc=M.Linear(8, 4, bias=form == "bias"))
-    prepared = qtrace.prepare(qtrace.trace(model, X), "backend/openvino")
+    prepared = qtrace.prepare(qtrace.trace(model, X, check=False), "backend/openvino")
     quantized = qtrace.convert(qtrace.calibrate(prepared, [X, BRIGHT], progress=False))
     monkeypatch.setattr(files, "products_saturate", lambda: False)
     path = qtrace.export(quantized, tmp_path / "auto.onnx")
@@ -186,7 +186,7 @@ def bright_layers() -> TracedModule:
     rng = np.random.default_rng(0)
     for parameter in model.parameters():
         parameter[...] = rng.uniform(0.1, 0.2, parameter.shape).astype(np.float32)
-    return qtrace.trace(model, BRIGHT)
+    return qtrace.trace(model, BRIGHT, check=False)
 
 
 @pytest.mark.parametrize("recipe", ["backend/openvino", "backend/openvino_avx2"])
@@ -224,7 +224,7 @@ def test_a_file_for_no_runtime_says_where_it_saturates(
     """Verify sees nothing of it: here nothing saturates, or the file runs without optimizations."""
     monkeypatch.setattr(files, "products_saturate", lambda: saturate)
     model = net(lambda self, x: F.relu(self.conv(x)), conv=M.Conv2d(3, 8, 3))
-    prepared = qtrace.prepare(qtrace.trace(model, X), {"backend": "generic", **config})
+    prepared = qtrace.prepare(qtrace.trace(model, X, check=False), {"backend": "generic", **config})
     converted = qtrace.convert(qtrace.calibrate(prepared, [X], progress=False))
     path = qtrace.export(converted, tmp_path / "m.onnx", **options)
     assert (files.SATURATING_FILE in caplog.messages) == told

@@ -109,7 +109,7 @@ def test_the_file_computes_the_same_with_more_columns(tmp_path: Path, name: str,
         assert (plain.read_bytes() == whole.read_bytes()) == (name == "wide")
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.skipif(not products_are_wrong(), reason="all columns are computed right here")
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_other_networks_and_wrong_stages() -> None:
         first=M.Conv2d(3, 6, 3, padding=1),
         second=M.Conv2d(6, 2, 1),
     )
-    difference = compare_models(quantized(), quantized(network=qtrace.trace(wide, X)))
+    difference = compare_models(quantized(), quantized(network=qtrace.trace(wide, X, check=False)))
     assert next(i for i in difference.integers if i.site == "first_weight").largest is None
     with pytest.raises(GraphError):
         compare_models(quantized(), traced())

@@ -31,7 +31,7 @@ rules:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     batches = data()
-    qtrace.save(qtrace.trace(small(), batches[0]), tmp_path / "float.mge")
+    qtrace.save(qtrace.trace(small(), batches[0], check=False), tmp_path / "float.mge")
     np.save("x.npy", np.concatenate(batches))
     np.save("unseen.npy", np.concatenate(batches)[:8] * 1.1)
     Path("mine.yaml").write_text(RECIPE)

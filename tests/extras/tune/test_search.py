@@ -50,7 +50,7 @@ def start() -> QConfig:
 def run(folder: Path, trials: int | None = 8, workers: int = 1, **options) -> object:
     batches = data()
     settings = TuneSettings(trials=trials, **options)
-    traced = qtrace.trace(small(), batches[0])
+    traced = qtrace.trace(small(), batches[0], check=False)
     return tune(traced, start(), batches, folder, settings, workers=workers)
 
 
@@ -158,7 +158,7 @@ def test_evaluation_data_are_read_once_after_the_last_trial(tmp_path: Path) -> N
         reads.append(len((tmp_path / "b" / TRIALS).read_text().splitlines()))
         return batches[:2]
 
-    traced = qtrace.trace(small(), batches[0])
+    traced = qtrace.trace(small(), batches[0], check=False)
     result = tune(traced, start(), batches, tmp_path / "b", TuneSettings(trials=6), evaluation=evaluation)
     assert reads == [6]
     assert result.evaluation.keys() == {"best", "second", "first"}
@@ -166,7 +166,7 @@ def test_evaluation_data_are_read_once_after_the_last_trial(tmp_path: Path) -> N
 
 def test_a_metric_may_give_a_number_or_one_for_each_sample(tmp_path: Path) -> None:
     batches = data()
-    traced = qtrace.trace(small(), batches[0])
+    traced = qtrace.trace(small(), batches[0], check=False)
 
     def closeness(model):
         outputs = [np.abs(model(qtrace_tensor(b)).numpy()).sum(axis=1) for b in batches]
@@ -229,7 +229,7 @@ def test_the_cure_of_an_outlier_channel_is_tried_first_and_wins(tmp_path: Path) 
     network, x = planted.build("plain"), planted.images(32)
     planted.plant_outlier(network)
     batches = [x[i : i + 4] for i in range(0, 32, 4)]
-    traced = qtrace.trace(network, batches[0])
+    traced = qtrace.trace(network, batches[0], check=False)
     result = tune(traced, qtrace.load_recipe("onnxruntime"), batches, tmp_path / "b", TuneSettings(trials=2))
     assert result.trials[1].origin == "diagnosis"
     assert result.best.number == 1
@@ -245,7 +245,7 @@ def test_the_cure_of_an_outlier_channel_is_tried_first_and_wins(tmp_path: Path) 
 def test_by_default_the_choice_is_no_dearer_than_the_first_recipe(tmp_path: Path) -> None:
     x = planted.images(32)
     batches = [x[i : i + 4] for i in range(0, 32, 4)]
-    traced = qtrace.trace(planted.build("plain"), batches[0])
+    traced = qtrace.trace(planted.build("plain"), batches[0], check=False)
     result = tune(traced, qtrace.load_recipe("onnxruntime"), batches, tmp_path / "b", TuneSettings(trials=6))
     first = result.trials[0]
     assert first.milliseconds > 0
@@ -340,20 +340,28 @@ def test_a_search_that_is_killed_ends_with_the_same_recipe(
 def test_the_decoding_of_a_detector_is_found_by_its_structure(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     batches = [rng.normal(size=(2, 4, 8, 8)).astype(np.float32) for _ in range(4)]
-    traced = qtrace.trace(distributions(by_conv), batches[0])
+    traced = qtrace.trace(distributions(by_conv), batches[0], check=False)
     config = QConfig(backend="generic", observers={"activation": "minmax", "weight": "minmax"})
     result = tune(traced, config, batches, tmp_path / "b", TuneSettings(trials=4))
     trial = next(t for t in result.trials if t.origin == "structure")
     assert trial.recipe["rules"][-1]["match"] == {"position": "tail"}
     assert "the decoding behind the last layers" in next(iter(trial.changes.values()))
     assert trial.value > result.trials[0].value
-    plain = tune(qtrace.trace(small(), data()[0]), start(), data(), tmp_path / "c", TuneSettings(trials=4))
+    plain = tune(
+        qtrace.trace(small(), data()[0], check=False), start(), data(), tmp_path / "c", TuneSettings(trials=4)
+    )
     assert all(t.origin != "structure" for t in plain.trials)
 
 
 def test_a_packaged_recipe_that_is_surely_better_wins_with_its_reason(tmp_path: Path) -> None:
     batches = data()
-    result = tune(qtrace.trace(small(), batches[0]), start(), batches, tmp_path / "b", TuneSettings(trials=3))
+    result = tune(
+        qtrace.trace(small(), batches[0], check=False),
+        start(),
+        batches,
+        tmp_path / "b",
+        TuneSettings(trials=3),
+    )
     assert (result.best.number, result.best.origin) == (1, "packaged")
     text = (tmp_path / "b" / BEST).read_text()
     assert "# trial 1, recipe int8: Weights of a layer are fitted" in text
@@ -362,7 +370,13 @@ def test_a_packaged_recipe_that_is_surely_better_wins_with_its_reason(tmp_path: 
 def test_a_recipe_that_only_looks_better_does_not_win(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     batches = [rng.standard_t(3, size=(4, 8)).astype(np.float32) for _ in range(16)]
-    result = tune(qtrace.trace(small(), batches[0]), start(), batches, tmp_path / "b", TuneSettings(trials=3))
+    result = tune(
+        qtrace.trace(small(), batches[0], check=False),
+        start(),
+        batches,
+        tmp_path / "b",
+        TuneSettings(trials=3),
+    )
     first = result.trials[0]
     assert max(trial.value for trial in result.trials) > first.value
     assert result.best is first

@@ -35,6 +35,7 @@ def test_a_model_gives_the_outputs_of_the_version_that_saved_it(path: Path) -> N
     np.testing.assert_allclose(model(mge.Tensor(x)).numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("path", [p for p in MODELS if p.stem.startswith("prepared")], ids=_identity)
 def test_a_prepared_model_of_an_earlier_version_goes_on(path: Path, tmp_path: Path) -> None:
     with np.load(path.with_name("outputs.npz")) as stored:

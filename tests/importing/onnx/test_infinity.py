@@ -162,7 +162,7 @@ def controls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("controls")
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("index", "case"), list(enumerate(CASES)), ids=str)
 def test_every_recipe_keeps_what_the_network_without_the_number_keeps(
     index: int, case: tuple[str, str, float], controls: Path, tmp_path: Path

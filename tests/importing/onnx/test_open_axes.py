@@ -457,6 +457,7 @@ NORMS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("nodes", NORMS.values(), ids=NORMS)
 def test_a_norm_of_channels_leaves_its_places_open(nodes: list[onnx.NodeProto], tmp_path: Path) -> None:
     """A network with GroupNorm had fixed sizes in the file that was written."""

@@ -49,7 +49,7 @@ def _prepared(config: dict[str, Any] | None = None) -> TracedModule:
         second=M.Conv2d(4, 4, 3, padding=1),
         fc=M.Linear(8, 3),
     )
-    prepared = qtrace.prepare(qtrace.trace(module, images(2, 3, 8, 8)), config or {})
+    prepared = qtrace.prepare(qtrace.trace(module, images(2, 3, 8, 8), check=False), config or {})
     qtrace.calibrate(prepared, _data(0), progress=False)
     return prepared
 
@@ -192,7 +192,9 @@ def test_prepared_and_converted_compare_alike_and_stay_as_they_are(
 
 def test_batchnorm_kept_in_training_can_be_compared() -> None:
     module = net(lambda self, x: self.bn(self.conv(x)), conv=M.Conv2d(3, 4, 3), bn=M.BatchNorm2d(4))
-    prepared = qtrace.prepare(qtrace.trace(module, images(2, 3, 8, 8)), {"qat": {"bn": {"fold": False}}})
+    prepared = qtrace.prepare(
+        qtrace.trace(module, images(2, 3, 8, 8), check=False), {"qat": {"bn": {"fold": False}}}
+    )
     qtrace.calibrate(prepared, _data(0), progress=False)
     found = qtrace.compare(prepared, _data(1))
     assert 25 < found.outputs[0].sqnr_db < 60
@@ -219,7 +221,9 @@ def test_refuses_what_cannot_be_compared(prepared: TracedModule) -> None:
     with pytest.raises(CalibrationError, match="does not fit the model"):
         qtrace.compare(prepared, [np.zeros((1, 5, 8, 8), np.float32)])
     raw = qtrace.prepare(
-        qtrace.trace(net(lambda self, x: self.fc(x), fc=M.Linear(3, 2)), np.ones((2, 3), np.float32))
+        qtrace.trace(
+            net(lambda self, x: self.fc(x), fc=M.Linear(3, 2)), np.ones((2, 3), np.float32), check=False
+        )
     )
     with pytest.raises(CalibrationError, match="never calibrated"):
         qtrace.compare(raw, [np.zeros((1, 3), np.float32)])
@@ -244,7 +248,7 @@ def test_the_command_takes_the_network_and_the_models_own_preprocess(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     module = net(lambda self, x: self.first(x), first=M.Conv2d(3, 4, 3))
-    traced = qtrace.trace(module, images(2, 3, 8, 8))
+    traced = qtrace.trace(module, images(2, 3, 8, 8), check=False)
     preprocess = {"size": [3, 8, 8], "mean": [128.0] * 3, "std": [64.0] * 3, "channels": "rgb"}
     prepared = qtrace.prepare(traced, {"preprocess": preprocess, "ptq": ["fuse_bn", "bias_correction"]})
     qtrace.calibrate(prepared, _data(0), progress=False)
@@ -373,7 +377,7 @@ def both() -> tuple[TracedModule, TracedModule]:
         second=M.Conv2d(4, 4, 3, padding=1),
         fc=M.Linear(8, 3),
     )
-    traced = qtrace.trace(module, images(2, 3, 8, 8))
+    traced = qtrace.trace(module, images(2, 3, 8, 8), check=False)
     config = {"backend": "generic", "weight": {"bits": 4}, "ptq": ["fuse_bn", "gptq", "bias_correction"]}
     prepared = qtrace.prepare(traced, config)
     qtrace.calibrate(prepared, _data(0), progress=False)
@@ -423,6 +427,6 @@ class TestTheFloatNetwork:
         assert first.outputs == second.outputs
 
     def test_another_network_is_refused(self, both: tuple[TracedModule, TracedModule]) -> None:
-        other = qtrace.trace(M.Sequential(M.Conv2d(3, 4, 3), M.ReLU()), images(2, 3, 8, 8))
+        other = qtrace.trace(M.Sequential(M.Conv2d(3, 4, 3), M.ReLU()), images(2, 3, 8, 8), check=False)
         with pytest.raises(GraphError, match="the float network lacks node"):
             qtrace.compare(both[1], _data(1), float_model=other)

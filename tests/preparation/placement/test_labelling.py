@@ -71,7 +71,7 @@ def _minimize_by_enumeration(problem: Problem, weight: float) -> dict[str, bool]
     return min(labellings, key=lambda labels: evaluate(problem, labels).total(weight))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems(), st.sampled_from([0.0, 0.3, 1.0, 10.0]))
 def test_the_cut_is_the_minimum_of_all_labellings(problem: Problem, weight: float) -> None:
     best = evaluate(problem, _minimize_by_enumeration(problem, weight)).total(weight)

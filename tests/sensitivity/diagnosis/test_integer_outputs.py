@@ -29,6 +29,7 @@ def _verdict(end):
     return diagnose(prepared, [_X], twin=None, progress=False).verdict
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("end", LOST.values(), ids=LOST)
 def test_lost_integers_are_not_good(end):
     verdict = _verdict(end)

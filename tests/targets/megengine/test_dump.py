@@ -124,7 +124,7 @@ def test_ops_run_in_megengine_as_in_the_graph(names: list[str], tmp_path: Path) 
     path = _export(converted, tmp_path)
     # Another batch size than the trace had.
     last = tuple(images(5, 4, 8, 8, seed=9) for _ in names)
-    report = qtrace.verify(path, converted, [*batches, last])
+    report = qtrace.verify(path, converted, [batches[0], last])
     assert report.passed, report.table()
     assert not without_sites(names, report.sites["op_by_op"])
 

@@ -41,7 +41,7 @@ def _with_groups(config: Any) -> Any:
 def test_grouped_convolutions_stay_in_float_unless_a_rule_asks_for_them(tmp_path: Path) -> None:
     x = images(2, 4, 8, 8)
     module = net(lambda self, x: self.b(self.a(x)), a=_conv(4, 4), b=_conv(4, 4, groups=4))
-    prepared = qtrace.prepare(qtrace.trace(module, x), RECIPE)
+    prepared = qtrace.prepare(qtrace.trace(module, x, check=False), RECIPE)
     notes = {note.name: note for note in qtrace.explain(prepared).annotation.notes}
     assert (notes["a_out"].state, notes["b_out"].state) == ("int", "float")
     assert "grouped convolutions faster in float" in notes["b_out"].reason
@@ -179,12 +179,12 @@ OPS: dict[str, M.Module] = {
 
 @pytest.mark.parametrize("names", spread(OPS, 6), ids=lambda names: names[0])
 def test_ops_run_in_ncnn_as_in_the_graph(names: list[str], tmp_path: Path) -> None:
-    batches = [tuple(images(3, 4, 8, 8, seed=s) for _ in names) for s in range(3)]
+    batches = [tuple(images(3, 4, 8, 8, seed=s) for _ in names) for s in range(2)]
     converted = _converted(side_by_side({name: OPS[name] for name in names}), *batches)
     path = qtrace.export(converted, tmp_path / "m.param")
     # Another batch size: a net computes one sample.
-    fresh = [*batches, tuple(images(5, 4, 8, 8, seed=9) for _ in names)]
-    report = qtrace.verify(path, converted, fresh, min_sqnr_db=35)
+    last = tuple(images(5, 4, 8, 8, seed=9) for _ in names)
+    report = qtrace.verify(path, converted, [batches[0], last], min_sqnr_db=35)
     assert report.passed, report.table()
     assert not without_sites(names, report.sites["op_by_op"])
 
@@ -193,6 +193,7 @@ def test_ops_run_in_ncnn_as_in_the_graph(names: list[str], tmp_path: Path) -> No
 _PAIRS = ("branches", "excitation", "gain", "max_pool", "avg_pool", "concat_split", "pixel_shuffle")
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", ["conv_grouped_wide", "halved", "relu6", "hswish", *_PAIRS])
 def test_op_between_roundings(name: str, tmp_path: Path) -> None:
     """Results are rounded, too: what an op gives is compared as integers."""
@@ -299,6 +300,7 @@ REFUSED: dict[str, tuple[M.Module, Any, str]] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_by_node_and_nothing_is_written(case: str, tmp_path: Path) -> None:
     module, config, problem = REFUSED[case]

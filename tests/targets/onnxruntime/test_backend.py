@@ -78,7 +78,7 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", OPS)
 def test_explain_predicts_which_ops_onnxruntime_computes_in_float(kind: str, tmp_path: Path) -> None:
     def forward(self: M.Module, x: Any) -> Any:

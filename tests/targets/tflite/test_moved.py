@@ -25,7 +25,7 @@ def _divisions(size: int) -> list[tuple[int, ...]]:
     return divisions
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_chains_give_what_numpy_gives(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 12]), min_size=1, max_size=4)))

@@ -347,6 +347,7 @@ def test_ops_run_in_litert_as_in_the_graph(names: list[str], tmp_path: Path) -> 
 KINDS = ("sigmoid", "tanh", "hswish", "hsigmoid", "silu", "leaky_relu", "gelu")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tables_hold_the_integers_of_the_graph(kind: str, tmp_path: Path) -> None:
     batches = [images(3, *IMAGE, seed=s) for s in range(2)]
@@ -362,6 +363,7 @@ def test_tables_hold_the_integers_of_the_graph(kind: str, tmp_path: Path) -> Non
     assert not {"DEQUANTIZE", "QUANTIZE"} & set(inside)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["sigmoid", "tanh", "hswish", "leaky_relu"])
 def test_native_kernels_are_two_steps_off_at_most(kind: str, tmp_path: Path) -> None:
     batches = [images(3, *IMAGE, seed=s) for s in range(2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 SHOWN_NAMES = 3  # of a list within a sentence
@@ -98,3 +99,15 @@ def install(extra: str) -> str:
         extra: the extra, as ``pyproject.toml`` names it.
     """
     return f"pip install -e '.[{extra}]' in the checkout of qtrace"
+
+
+def missing_package(error: ModuleNotFoundError) -> Exception:
+    """Returns the error for a package of an extra that is not installed; ``error`` itself for any other."""
+    from importlib import metadata
+
+    package = (error.name or "").partition(".")[0].replace("_", "-")
+    for line in metadata.requires("qtrace") or ():
+        required = re.match(r'([\w.-]+).*extra == "([\w-]+)"', line)
+        if required and required[1].replace("_", "-") == package:
+            return QtraceError(f"the package {package} is not installed: run {install(required[2])}.")
+    return error

@@ -32,21 +32,6 @@ from qtrace.errors import ExportError
 from qtrace.plugins.options import check_arguments
 from qtrace.runtimes.host import RuntimeHost, describe_side
 
-__all__ = [
-    "NO_SLOWER",
-    "BenchReport",
-    "FileReport",
-    "Speed",
-    "are_clear",
-    "bench",
-    "bench_files",
-    "compare_files",
-    "list_shares",
-    "show",
-    "summarize",
-    "watched_load",
-]
-
 BUSY_SHARE = 0.25
 """The share of the processor from which on other programs change what is timed."""
 _STAT = Path("/proc/stat")

@@ -20,17 +20,6 @@ from qtrace.onnxfile.local_session import stays_blocked
 if TYPE_CHECKING:
     from qtrace.onnxfile.model import OnnxModel
 
-__all__ = [
-    "LayoutChanges",
-    "OnnxGraph",
-    "Prediction",
-    "PricedOp",
-    "TimedNode",
-    "predict",
-    "predict_float",
-    "read_graph",
-]
-
 KINDS = {
     "Add": "add",
     "AveragePool": "avg_pool2d",

@@ -16,17 +16,6 @@ from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.sessions import open_session
 from qtrace.runtimes.host import RuntimeHost
 
-__all__ = [
-    "FLOAT_OPS",
-    "INTEGER_OPS",
-    "LAYOUT",
-    "ROUNDINGS",
-    "NodeRun",
-    "Profile",
-    "ProfiledSession",
-    "read_profile",
-]
-
 _KERNEL = "_kernel_time"
 
 

@@ -28,25 +28,6 @@ from qtrace.errors import ExportError, install
 from qtrace.plugins import ObjectPlugins
 from qtrace.runtimes.host import RuntimeHost
 
-__all__ = [
-    "Latency",
-    "Load",
-    "ProfiledRunner",
-    "Runner",
-    "RunnerSettings",
-    "can_time",
-    "describe_machine",
-    "differences",
-    "file_size",
-    "fixed_shape",
-    "known",
-    "open_file",
-    "peak_memory",
-    "random_values",
-    "rotate_order",
-    "run_interleaved",
-]
-
 
 @dataclass(frozen=True)
 class RunnerSettings:

@@ -22,13 +22,14 @@ from qtrace.cli.networks import import_onnx, inspect, trace
 from qtrace.cli.quantizing import calibrate, quantize
 from qtrace.cli.recipes import recipes
 from qtrace.cli.reports import compare, explain, sensitivity
-from qtrace.errors import QtraceError, Terminated
+from qtrace.errors import QtraceError, Terminated, missing_package
 from qtrace.plugins import installed, load_object
 
 __all__ = ["group", "main"]
 
 _debug = False
 _INTERRUPTED = 128 + signal.SIGINT
+_PAUSE = 2.0  # seconds
 
 
 def _version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -174,6 +175,7 @@ def _report_interrupt() -> int:
 
 def _report_error(error: Exception) -> int:
     """Prints a message for ``error`` and returns the exit code."""
+    error = missing_package(error) if isinstance(error, ModuleNotFoundError) else error
     if isinstance(error, QtraceError):
         message = as_flags(f"error: {' '.join(str(error).split())}", group)
         return _report_mistake(message, error.exit_code)
@@ -223,19 +225,18 @@ def _open_streams() -> None:
 
 
 class _Interrupt:
-    """Handles Ctrl-C; ignores a second one within ``pause`` seconds, so that cleaning up completes.
+    """Handles Ctrl-C; ignores a second one within `_PAUSE` seconds, so that cleaning up completes.
 
     Attributes:
         seen: whether Ctrl-C was pressed.
     """
 
-    def __init__(self, pause: float = 2.0) -> None:
-        self.seen = False
-        self._pause, self._last = pause, -math.inf
+    def __init__(self) -> None:
+        self.seen, self._last = False, -math.inf
 
     def __call__(self, number: int, _: Any) -> None:
         now = time.monotonic()
-        if now - self._last > self._pause:
+        if now - self._last > _PAUSE:
             self.seen, self._last = True, now
             raise KeyboardInterrupt
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qtrace.cli import models, options
+from qtrace.cli import models, options, verdicts
 from qtrace.cli.console import Console
 from qtrace.cli.models import CONVERTED, PREPARED
 from qtrace.cli.verdicts import FAKE_QUANTS, SampleCounter, judge_comparison, samples_of, text_of
@@ -341,7 +341,7 @@ def _goal(arguments: dict[str, Any], qconfig: Any) -> Any:
 
 def _metric(arguments: dict[str, Any]) -> dict[str, Any]:
     """Builds the arguments that select the metric."""
-    from qtrace.data import import_object, is_object_name
+    from qtrace.data import is_object_name
 
     name = arguments["metric"]
     if name == "detection":
@@ -356,10 +356,7 @@ def _metric(arguments: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{flag} is for --metric detection: give that, too, or drop it.")
     if not is_object_name(name):
         return {"metric": name}
-    function = import_object(name)
-    if not callable(function):
-        raise ConfigError(f"--metric {name} is no function: name one that takes the graph.")
-    return {"own": function}
+    return {"own": verdicts.import_metric(name)}
 
 
 def _detection(arguments: dict[str, Any]) -> Any:

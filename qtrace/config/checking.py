@@ -27,25 +27,6 @@ from qtrace.errors import ConfigError, QtraceError
 from qtrace.plugins.options import OptionModel, check_options, hint
 from qtrace.scheme import QScheme
 
-__all__ = [
-    "SYMMETRIC",
-    "Algorithm",
-    "Named",
-    "algorithms",
-    "check_imported",
-    "check_method",
-    "check_plugin",
-    "check_precision",
-    "check_scheme",
-    "check_whole",
-    "is_packaged",
-    "is_precision",
-    "lacks_zero_points",
-    "mistakes",
-    "prefix_errors",
-]
-
-
 # The base of post-training algorithms: options, stage and order, which a config checks.
 
 _PACKAGE = "qtrace.ptq"

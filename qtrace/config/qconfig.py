@@ -25,8 +25,6 @@ from qtrace.config.rule import (
 from qtrace.display import Displayed
 from qtrace.plugins.options import Bool, Float, Int, OptionModel, Text, Texts, show
 
-__all__ = ["MOST_PIXELS", "Bn", "Expect", "Preprocess", "QConfig", "Qat", "Region"]
-
 MOST_PIXELS = 2**28
 """268 million pixels, 0.75 GiB in colour; a PNG of a few kilobytes can ask for a thousand times as much."""
 _NUMBERED = re.compile(r"rules\[\d+\]")

@@ -35,27 +35,6 @@ from qtrace.errors import ConfigError
 from qtrace.plugins.options import OptionModel, check_arguments
 from qtrace.scheme import QScheme
 
-__all__ = [
-    "DEFAULT_RECIPE",
-    "SCHEMA",
-    "WHOLE",
-    "RecipeReader",
-    "Sources",
-    "as_qconfig",
-    "config_of",
-    "config_or_default",
-    "describe_equivalent",
-    "dump_recipe",
-    "importable",
-    "is_own",
-    "is_packaged",
-    "is_recipe_file",
-    "load_recipe",
-    "read_recipe",
-    "recipe_names",
-]
-
-
 # MegEngine's own quantization configs, said in the words of qtrace's.
 
 # A class of MegEngine's -> the observer or the fake quant of qtrace that does the same.

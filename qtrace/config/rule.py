@@ -16,25 +16,6 @@ from qtrace.plugins.options import Bool, Int, Loc, OptionModel, Text, Texts, hin
 if TYPE_CHECKING:
     from qtrace.scheme import QScheme
 
-__all__ = [
-    "FLOAT_TYPES",
-    "AlgorithmSpec",
-    "FakeQuantSpec",
-    "FloatType",
-    "Match",
-    "Method",
-    "ObserverSpec",
-    "Observers",
-    "Placement",
-    "Rule",
-    "SchemePatch",
-    "Spec",
-    "Subgraph",
-    "known_backend",
-    "specs",
-]
-
-
 # The plugins that a config names, with their options.
 
 # Names of plugins in other tools, and in qtrace.

@@ -16,8 +16,6 @@ import yaml
 from qtrace.errors import ConfigError
 from qtrace.plugins.options import Loc, show, spell
 
-__all__ = ["MOST_LEVELS", "Tree", "dump", "merge", "plant", "read"]
-
 _TAG = "tag:yaml.org,2002:"
 
 # A recipe has a few hundred values; aliases could make billions of a few lines.

@@ -30,9 +30,6 @@ from qtrace.config.recipe import (
 from qtrace.config.tree import Tree, dump, merge
 from qtrace.plugins.options import Loc, known_keys
 
-__all__ = ["Entry", "Resolved", "config_for_target", "entries", "place_of_target", "render", "resolve_recipe"]
-
-
 # The config of a recipe for a target that the recipe leaves open.
 
 

@@ -39,16 +39,6 @@ from qtrace.errors import DataError, QtraceError, Terminated
 if TYPE_CHECKING:
     from qtrace.config import Preprocess
 
-__all__ = [
-    "ArraySource",
-    "blame",
-    "import_object",
-    "is_installed",
-    "is_object_name",
-    "open_batches",
-    "open_loader",
-]
-
 LABELS = frozenset({"y", "label", "labels", "target", "targets"})
 """Names of label arrays in an .npz, in lower case, which are no inputs."""
 

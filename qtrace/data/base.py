@@ -17,23 +17,6 @@ import numpy as np
 from qtrace.errors import CalibrationError, DataError
 from qtrace.graph.kernels import MAX_RANK
 
-__all__ = [
-    "GIVE_BATCHES",
-    "NO_EMPTY_AXES",
-    "Batch",
-    "DataSource",
-    "DerivedSource",
-    "SampleRecord",
-    "SizedSource",
-    "batch_length",
-    "check_rank",
-    "file_identity",
-    "fingerprint_samples",
-    "read_array",
-    "to_input",
-    "what_is_no_iterable",
-]
-
 NO_EMPTY_AXES = (
     "give data in which each axis has a size of 1 or more, for the cache of a decoder those of a later step"
 )

@@ -26,31 +26,6 @@ from qtrace.graph.walk import modules_of, op_label, owner, users
 if TYPE_CHECKING:
     from qtrace.config import Preprocess
 
-__all__ = [
-    "ENOUGH_SAMPLES",
-    "HELD_EVERY",
-    "MOST_VALUES",
-    "as_arguments",
-    "can_run",
-    "cast_to_declared",
-    "check_batches",
-    "check_declared",
-    "check_run",
-    "count_samples",
-    "cure_for_shape",
-    "cures_for_shapes",
-    "evaluating",
-    "every_second",
-    "find_unusual",
-    "find_values",
-    "first_samples",
-    "name_arguments",
-    "number_batches",
-    "refuse_nan",
-    "split_samples",
-    "translate_errors",
-]
-
 _SAMPLES = "the first axis counts the samples"
 
 

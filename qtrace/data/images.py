@@ -24,20 +24,6 @@ from qtrace.process import caught_lines
 if TYPE_CHECKING:
     from qtrace.config import Preprocess
 
-__all__ = [
-    "SUFFIXES",
-    "ImageSource",
-    "are_pixels",
-    "check_channels",
-    "convert",
-    "decode",
-    "dimensions",
-    "find_images",
-    "find_pixels",
-    "fit",
-    "normalize",
-]
-
 _MAX_BYTES = 8 * MOST_PIXELS  # larger than any such image, even without compression
 _PNG = b"\x89PNG\r\n\x1a\n"
 # Prints of libjpeg and libpng that gave up, or filled in pixels. Extra bytes before a marker count, as they

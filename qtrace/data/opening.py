@@ -30,20 +30,6 @@ from qtrace.errors import DataError
 if TYPE_CHECKING:
     from qtrace.config import Preprocess
 
-__all__ = [
-    "Recut",
-    "SampleRange",
-    "cut_batch",
-    "filled_batches",
-    "find_labels",
-    "names_labels",
-    "open_data",
-    "open_values",
-    "recut",
-    "shares_samples",
-    "without_labels",
-]
-
 
 def shares_samples(batch: Batch) -> bool:
     """Returns whether all arrays of a batch have one first axis, which counts the samples."""

@@ -23,19 +23,6 @@ from qtrace.graph.pattern import Compound, Matcher, PartialMatch, Pattern, show
 from qtrace.graph.types import Constant, Expr, GetAttr, Input, TensorNode
 from qtrace.graph.walk import op_label
 
-__all__ = [
-    "AnyOf",
-    "AnyTensor",
-    "Minus",
-    "Number",
-    "Operation",
-    "Power",
-    "Product",
-    "StoredOperand",
-    "Sum",
-    "close",
-]
-
 _DEPTH = 5  # nested calls that one sum or product may open
 _PRODUCTS = frozenset(("mul", "div", "neg", "pow", "square", "sqrt"))
 _SUMS = frozenset(("add", "sub", "neg"))

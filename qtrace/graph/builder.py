@@ -31,8 +31,6 @@ from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.tracing.running import engine_for_tracing
 from qtrace.graph.walk import argument_spec, op_label, set_arguments
 
-__all__ = ["GraphBuilder"]
-
 
 class GraphBuilder:
     """Builds a flat `TracedModule` op by op.

@@ -20,8 +20,6 @@ from qtrace.graph.stepping import (
 )
 from qtrace.graph.types import Node, TracedModule
 
-__all__ = ["begin_run"]
-
 Ends = list[list[np.ndarray]]
 """The outputs of a graph for each batch."""
 

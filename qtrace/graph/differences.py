@@ -34,21 +34,6 @@ from qtrace.graph.tracing.example_inputs import to_tensors
 from qtrace.graph.walk import module_path, op_label
 from qtrace.process import on_engine_thread
 
-__all__ = [
-    "NETWORK_RTOL",
-    "SAMPLE_RTOL",
-    "SampleDifference",
-    "SamplesReport",
-    "TraceDifference",
-    "check_samples",
-    "describe",
-    "first_difference",
-    "output_mismatch",
-    "random_exprs",
-    "values",
-]
-
-
 # Finds the first difference between two runs or two traces of one module.
 
 _RTOL = 1e-5  # of the largest value of the output; both sides run the same kernels

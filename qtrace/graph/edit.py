@@ -30,8 +30,6 @@ from qtrace.graph.renewal import renew_behind, same_type, type_of_value, write_t
 from qtrace.graph.stepping import write_order
 from qtrace.graph.walk import argument_spec, modules_of, op_label, owner, set_arguments, signature
 
-__all__ = ["RECORD_ATTRIBUTE", "GraphEditor", "Snapshot"]
-
 _UNSET = object()
 
 

@@ -24,17 +24,6 @@ from qtrace.errors import GraphError, SchemeError, TraceError
 from qtrace.graph.notes import name_with_line, source_line
 from qtrace.graph.walk import op_label
 
-__all__ = [
-    "LIBRARIES",
-    "clean_up",
-    "describe_failure",
-    "explain",
-    "from_json",
-    "parsing",
-    "short",
-    "user_line",
-]
-
 _T = TypeVar("_T")
 _DAMAGES = (ValueError, LookupError, TypeError, AttributeError, RecursionError, SchemeError)
 
@@ -239,14 +228,14 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def from_json(kind: type[_T], text: str) -> _T:
+def from_json(kind: type[_T], text: str | bytes) -> _T:
     """Reads an object of a data class from JSON that may be damaged: its fields say what is right.
 
     Raises:
         ValueError: for other types of values, or a field that is missing.
     """
     try:
-        record: _T = _adapter(kind).validate_json(text, strict=True)
+        record: _T = _adapter(kind).validate_json(text, strict=True)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))

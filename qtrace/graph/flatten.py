@@ -22,8 +22,6 @@ from qtrace.graph.renewal import InlinedCall, renew_calls, same_type
 from qtrace.graph.stepping import finish
 from qtrace.graph.walk import called_graph, get_module
 
-__all__ = ["add_submodule", "delete_attribute", "flatten", "set_parameter", "tied_parameters"]
-
 
 def add_submodule(traced: TracedModule, path: str, module: Module) -> None:
     """Adds ``module`` at the dotted ``path``; the parent must exist and the name must be free.

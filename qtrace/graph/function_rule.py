@@ -30,8 +30,6 @@ from qtrace.graph.tracing.tracer import Tracer
 from qtrace.graph.walk import op_label, output_index
 from qtrace.process import on_engine_thread
 
-__all__ = ["AnyNumber", "function_rule", "trace_function"]
-
 
 @dataclass(frozen=True)
 class AnyNumber:

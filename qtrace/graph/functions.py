@@ -14,19 +14,6 @@ from megengine.core.ops.builtin import Elemwise
 from megengine.functional.elemwise import _elwise
 from megengine.traced_module import wrap
 
-__all__ = [
-    "channel_shuffle",
-    "erf",
-    "gelu_tanh",
-    "hard_sigmoid",
-    "log_softmax",
-    "mish",
-    "rms_norm",
-    "scale_and_shift",
-    "scaled_dot_product_attention",
-    "space_to_depth",
-]
-
 
 @wrap
 def erf(x: Tensor) -> Tensor:

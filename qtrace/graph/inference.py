@@ -45,17 +45,6 @@ from qtrace.graph.kernels import (
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.walk import called_graph, freeze, get_module, owner, reads_shape, updates_inputs
 
-__all__ = [
-    "SMALL",
-    "OpError",
-    "TensorType",
-    "TypeInference",
-    "recorded_type",
-    "summarize",
-    "type_of",
-    "zeros",
-]
-
 SMALL = 256
 """Entries of a tensor that holds sizes, paddings or bounds: such a tensor counts by its values."""
 # Functions, methods and layers whose arguments the deduction of shapes does not check.

@@ -27,19 +27,6 @@ from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import op_label
 
-__all__ = [
-    "EndpointEdits",
-    "Interface",
-    "TensorInfo",
-    "argument_names",
-    "has_traced_structure",
-    "list_inputs",
-    "read_inputs",
-    "read_interface",
-    "write_interface",
-]
-
-
 # The interface of the file that a traced module was imported from: names, order and types of its tensors.
 
 _ATTRIBUTE = "onnx_interface"

@@ -38,23 +38,6 @@ from qtrace.graph.types import (
 from qtrace.graph.walk import IN_PLACE, called_graph, exprs, owner, reads_shape, tensor_inputs, updates_inputs
 from qtrace.process import LargeFrees, synchronize
 
-__all__ = [
-    "ENGINE_ERRORS",
-    "Interpreter",
-    "LocatedGraph",
-    "evaluate_fixed",
-    "fixed_nodes",
-    "interpret",
-    "last_uses",
-    "locate_failure",
-    "locate_failure_of",
-    "name_failures",
-    "needed_nodes",
-    "round_late",
-    "static_nodes",
-]
-
-
 # An interpreter to subclass: runs a traced graph expr by expr, with a hook at every node.
 
 # What MegEngine raises where an op does not take its inputs.

@@ -34,24 +34,6 @@ from megengine.utils.network_node import VarNode
 
 from qtrace.graph.walk import modules_of
 
-__all__ = [
-    "MAX_RANK",
-    "PART_BYTES",
-    "STAGE_BYTES",
-    "check_op",
-    "count_bytes",
-    "divisor_of_integers",
-    "holds_large_tensors",
-    "large_reads",
-    "quiet_engine",
-    "read_array",
-    "refuse_divisions_by_zero",
-    "shared_copies",
-    "shared_copy",
-    "stored_tensor",
-]
-
-
 # Copies and reads large tensors without a further copy of their values.
 
 # Bytes of parameters that are held in several copies at once: a large network is gone through in parts of

@@ -27,8 +27,6 @@ from qtrace.graph.renewal import find_false_types
 from qtrace.graph.walk import op_label, signature
 from qtrace.process import on_engine_thread
 
-__all__ = ["LEFTOVERS", "LintProblem", "check", "lint"]
-
 LEFTOVERS = frozenset({"dead-expr", "stale-module", "stale-tensor"})
 
 _MISSING = object()

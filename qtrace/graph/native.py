@@ -37,18 +37,6 @@ from qtrace.graph.failures import parsing
 from qtrace.graph.types import GetAttr, ModuleNode, TracedModule
 from qtrace.scheme import QParams, QScheme
 
-__all__ = [
-    "LayerRanges",
-    "NativeRanges",
-    "drop_ranges",
-    "lower",
-    "read_dtype",
-    "read_fake_quant",
-    "read_ranges",
-    "write_ranges",
-]
-
-
 # The scales that a model brings from MegEngine's own quantization, as a record of its traced module.
 
 _ATTRIBUTE = "native_ranges"

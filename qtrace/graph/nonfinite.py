@@ -23,8 +23,6 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.notes import name_with_line
 from qtrace.graph.walk import op_label, owner, reads_shape, tensor_inputs
 
-__all__ = ["SWALLOWS_NAN", "NonfiniteSearch", "nonfinite_results", "remedy_for", "search_nonfinite"]
-
 _SOFTMAX = (
     "MegEngine's softmax does so on CPU where all values along the axis are below -87.33. Subtract the "
     "largest one first, which gives the same result: F.softmax(x - F.max(x, axis, keepdims=True), axis)"

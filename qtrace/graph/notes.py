@@ -26,21 +26,6 @@ from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import GraphError
 
-__all__ = [
-    "SAVED_META",
-    "attach_lines",
-    "copy_line",
-    "detach_lines",
-    "meta",
-    "move_meta",
-    "name_with_line",
-    "own_meta",
-    "recorded_lines",
-    "shown_path",
-    "source_line",
-]
-
-
 # Notes of a user on nodes, preserved by copies, edits, passes and files.
 
 SAVED_META = "_qtrace_notes"

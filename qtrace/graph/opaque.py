@@ -29,17 +29,6 @@ from qtrace.graph.walk import exprs, get_module, owner, reads_shape
 from qtrace.onnxfile.fragment import Fragment, operators_of
 from qtrace.onnxfile.selecting import Replayed, SelectingFragment, selecting_nodes, selects_inside
 
-__all__ = [
-    "OpaqueOp",
-    "carried_dtype",
-    "cure_for_opaque",
-    "divides_by_inputs",
-    "find_random",
-    "opaque_calls",
-    "say_stopped_gradients",
-    "stopped_gradients",
-]
-
 _INT32 = np.iinfo(np.int32)
 _CARRIED = {
     **dict.fromkeys(("float32", "float16", "float64"), np.dtype(np.float32)),

@@ -19,28 +19,6 @@ from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, reads_shape
 
-__all__ = [
-    "BATCH",
-    "FixedAxis",
-    "OpenAxes",
-    "OpenAxis",
-    "Shape",
-    "SizedTypes",
-    "describe_sizes",
-    "growth",
-    "infer_types",
-    "open_shapes",
-    "other_sizes",
-    "power_of_two",
-    "read_open_axes",
-    "repeat_to",
-    "resize_axes",
-    "show_shape",
-    "traced_value",
-    "write_open_axes",
-]
-
-
 # Computes the numbers that a graph derives from shapes, at the traced shapes.
 
 

@@ -34,28 +34,6 @@ from qtrace.graph.types import (
 )
 from qtrace.graph.walk import get_module, op_label, owner, signature
 
-__all__ = [
-    "KERNELS",
-    "METHODS",
-    "CanonicalCall",
-    "CanonicalOp",
-    "LayerCall",
-    "OperandForm",
-    "OperationReader",
-    "StoredTensor",
-    "canonical_arguments",
-    "canonical_call",
-    "is_call_of_layer",
-    "is_stored",
-    "numbers_of",
-    "possible_kinds",
-    "read_layer",
-    "read_operation",
-    "stored_number",
-    "without_equal_sizes",
-]
-
-
 # Calls of MegEngine's layers read as the calls of the functions that their ``forward`` makes.
 
 

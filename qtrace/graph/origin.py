@@ -25,29 +25,6 @@ from qtrace.errors import GraphError
 from qtrace.graph.failures import from_json, parsing
 from qtrace.graph.types import TracedModule
 
-__all__ = [
-    "FileNorm",
-    "FileOrigin",
-    "FileParameter",
-    "FileRemark",
-    "FileResult",
-    "Move",
-    "copy_origin",
-    "hash_values",
-    "joined",
-    "move_results",
-    "moved",
-    "part_of",
-    "places_of",
-    "read_origin",
-    "reshaped_to",
-    "taken_at",
-    "transposed_by",
-    "undone",
-    "write_origin",
-]
-
-
 # How a parameter of a graph was made of a stored tensor of a file: by moves, which computed nothing.
 
 # The kind, and its numbers: ("transpose", axes), ("reshape", sizes), ("part", (axis, first, end)),

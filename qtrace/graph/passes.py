@@ -34,24 +34,6 @@ from qtrace.graph.walk import (
     writes_into,
 )
 
-__all__ = [
-    "CONSTANTS_FOLDED",
-    "FLAT",
-    "NO_COMMON_SUBEXPRESSIONS",
-    "NO_DEAD_CODE",
-    "SOUND",
-    "Condition",
-    "FoldConstants",
-    "GraphPass",
-    "MergeCommonSubexpressions",
-    "PassReport",
-    "RemoveDeadCode",
-    "find_written",
-    "is_pure",
-    "run_passes",
-]
-
-
 # Exprs that give the same result for the same inputs, and change nothing.
 
 _RANDOM = (

@@ -46,23 +46,6 @@ from qtrace.graph.types import (
 )
 from qtrace.graph.walk import op_label, output_index, owner, signature, users
 
-__all__ = [
-    "UNSET",
-    "Anything",
-    "Compound",
-    "Const",
-    "Matcher",
-    "Mismatch",
-    "Op",
-    "Outputs",
-    "Param",
-    "PartialMatch",
-    "Pattern",
-    "PatternMatch",
-    "match",
-    "show",
-]
-
 Target = type[Module] | Callable[..., Any] | str | CanonicalOp
 Condition = Callable[[Expr], "str | bool | None"]
 

@@ -18,8 +18,6 @@ from megengine.traced_module import register_as_builtin, wrap
 from qtrace.gradients import recurrent
 from qtrace.gradients.cells import Cell, Gru, Lstm, Rnn
 
-__all__ = ["DIRECTIONS", "OnnxRecurrent", "gru", "lstm", "rnn", "stacked_lstm", "stacked_rnn"]
-
 # Direction -> for each of its passes whether it runs from the last step to the first.
 DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
 

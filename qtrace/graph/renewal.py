@@ -28,19 +28,6 @@ from qtrace.graph.tracing import example_inputs
 from qtrace.graph.walk import called_graph, updates_inputs
 from qtrace.process import on_engine_thread
 
-__all__ = [
-    "InlinedCall",
-    "find_false_types",
-    "propagate_shapes",
-    "renew_all",
-    "renew_behind",
-    "renew_calls",
-    "same_type",
-    "set_input_shapes",
-    "type_of_value",
-    "write_type",
-]
-
 
 @on_engine_thread
 def renew_all(traced: TracedModule) -> None:

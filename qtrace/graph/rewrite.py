@@ -18,9 +18,6 @@ from qtrace.graph.operations import OperationReader
 from qtrace.graph.pattern import Compound, Matcher, Pattern, PatternMatch
 from qtrace.graph.walk import exprs
 
-__all__ = ["RewriteRule", "RuleResult", "apply_rules"]
-
-
 _MOST_READINGS = 32  # ways to match one node that are checked
 
 

@@ -19,23 +19,6 @@ from qtrace.graph.interpreter import Interpreter, fixed_nodes, interpret, last_u
 from qtrace.graph.kernels import PART_BYTES, count_bytes, large_reads, read_array
 from qtrace.process import LargeFrees
 
-__all__ = [
-    "GraphSegment",
-    "RefusedRunError",
-    "SegmentEngine",
-    "SegmentRun",
-    "Stepper",
-    "Use",
-    "WholeEngine",
-    "as_array",
-    "exchange_function",
-    "finish",
-    "finish_whole",
-    "keep",
-    "order_together",
-    "write_order",
-]
-
 
 def write_order(traced: TracedModule, order: Sequence[Expr], removed: set[Expr]) -> None:
     """Makes ``order`` without ``removed`` the exprs of a flat graph, and drops dead ones.

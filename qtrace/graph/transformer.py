@@ -19,8 +19,6 @@ from qtrace.graph.notes import copy_line, move_meta, name_with_line
 from qtrace.graph.passes import RemoveDeadCode
 from qtrace.graph.walk import get_module, op_label, owner
 
-__all__ = ["Transformer"]
-
 
 class Transformer:
     """Builds a copy of a float graph; a subclass overrides how one sort of op is written.

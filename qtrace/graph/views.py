@@ -18,9 +18,6 @@ from qtrace.gradients import plain
 from qtrace.graph.walk import called_graph, module_path, op_label, owner
 from qtrace.storage.outputs import WRITTEN
 
-__all__ = ["dot", "find", "quote", "table"]
-
-
 # Finds exprs of a graph by what they call and what they are called.
 
 

@@ -32,32 +32,6 @@ from qtrace.graph.types import (
     is_call_module,
 )
 
-__all__ = [
-    "IN_PLACE",
-    "argument_spec",
-    "called_graph",
-    "describe_path",
-    "exprs",
-    "freeze",
-    "get_module",
-    "is_float_tensor",
-    "module_path",
-    "modules_of",
-    "node_path",
-    "op_label",
-    "output_index",
-    "owner",
-    "reads_shape",
-    "set_arguments",
-    "shape_of",
-    "signature",
-    "unused_name",
-    "updates_inputs",
-    "users",
-    "writes_into",
-]
-
-
 # Arguments of an expr: their structure, and the parameters of MegEngine's functions.
 
 

@@ -29,8 +29,6 @@ from qtrace.preparation.normalize import normalize
 from qtrace.preparation.passes.insert import headline
 from qtrace.process import on_engine_thread
 
-__all__ = ["Analysis", "OpCost", "analyze", "describe_graph"]
-
 
 @dataclass(frozen=True)
 class OpCost:

@@ -20,8 +20,6 @@ from qtrace.preparation.passes.place import write_same_activations
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.prepare import prepare
 
-__all__ = ["changed_weights", "check_nodes", "describe_changed_weights", "float_twin", "late_algorithms"]
-
 
 def late_algorithms(config: QConfig) -> tuple[str, ...]:
     """Returns the algorithms of a config that change a calibrated graph, in order."""

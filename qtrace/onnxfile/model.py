@@ -195,6 +195,16 @@ class OnnxEditor(OnnxModel):
             reader.input[:] = [new if read == name else read for read in reader.input]
         return new
 
+    def dequantized(self, name: str) -> Any:
+        """Returns the DequantizeLinear that gives a tensor; None if another node does."""
+        node = self.producers.get(name)
+        return node if node is not None and node.op_type == "DequantizeLinear" else None
+
+    def stored_of(self, name: str) -> Any:
+        """Returns the stored tensor that a name is, or is dequantized from; None if it is computed."""
+        source = self.dequantized(name)
+        return self.stored.get(name if source is None else source.input[0])
+
     def rename_result(self, node: onnx.NodeProto, suffix: str) -> tuple[str, str]:
         """Gives the first result of a node a new name; returns the old one, now free, and the new one."""
         old = node.output[0]

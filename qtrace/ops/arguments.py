@@ -12,22 +12,6 @@ from qtrace.graph.open_axes import traced_value
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, TensorNode, is_call_module
 from qtrace.graph.walk import owner, signature
 
-__all__ = [
-    "Arguments",
-    "UnreadableError",
-    "activation",
-    "arguments",
-    "children",
-    "integers",
-    "named",
-    "operands",
-    "positional",
-    "settings",
-    "tensors",
-    "traced_arguments",
-    "unreadable",
-]
-
 
 class UnreadableError(ValueError):
     """The form of a call is not supported; the message gives the reason as a clause."""

@@ -15,19 +15,6 @@ from qtrace.graph.operations import KERNELS, METHODS
 from qtrace.graph.types import Expr, TensorNode
 from qtrace.graph.walk import is_float_tensor, owner
 
-__all__ = [
-    "INTEGERS",
-    "Callee",
-    "OpCall",
-    "OpRule",
-    "Reading",
-    "Role",
-    "count_macs",
-    "is_uncounted",
-    "op_rule",
-    "typed",
-]
-
 
 class Role(enum.Enum):
     """The way in which quantization treats an op."""

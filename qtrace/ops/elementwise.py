@@ -23,9 +23,6 @@ from qtrace.ops.arguments import (
 )
 from qtrace.ops.base import Reading, Role, op_rule, typed
 
-__all__ = ["RULES", "binary", "number_or_node", "unary"]
-
-
 # Arithmetic on one or two tensors: functions, operators, reversed and in-place operators, kernels.
 
 

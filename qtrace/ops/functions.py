@@ -22,9 +22,6 @@ from qtrace.ops.arguments import activation, arguments, children, tensors
 from qtrace.ops.base import OpRule, Reading, Role, op_rule, typed
 from qtrace.ops.elementwise import unary
 
-__all__ = ["RULES"]
-
-
 # The functions of ``qtrace.graph.functions``, which composites in pieces become.
 
 

@@ -11,9 +11,6 @@ from qtrace.graph.types import Expr
 from qtrace.ops.arguments import arguments, positional, tensors
 from qtrace.ops.base import Reading, Role, op_rule
 
-__all__ = ["RULES"]
-
-
 # Resizing. The mode ``nearest`` only moves values; the other modes compute new ones.
 
 

@@ -26,9 +26,6 @@ from qtrace.ops.arguments import (
 )
 from qtrace.ops.base import OpRule, Reading, Role, op_rule, typed
 
-__all__ = ["RULES", "weight_and_bias"]
-
-
 # Linear layers and matrix products.
 
 

@@ -27,9 +27,6 @@ from qtrace.ops.arguments import (
 )
 from qtrace.ops.base import Reading, Role, op_rule, typed
 
-__all__ = ["RULES"]
-
-
 # Ops that only move values of one tensor: integers and quantization parameters stay the same.
 
 

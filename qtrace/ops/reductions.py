@@ -12,9 +12,6 @@ from qtrace.ops.arguments import arguments, named, tensors
 from qtrace.ops.base import INTEGERS, Reading, Role, op_rule, typed
 from qtrace.ops.elementwise import binary, unary
 
-__all__ = ["RULES"]
-
-
 # Reductions over axes. ``max`` and ``min`` only move values of the input.
 
 

@@ -14,9 +14,6 @@ from qtrace.graph.walk import is_float_tensor
 from qtrace.ops.arguments import activation, arguments, children, operands, tensors
 from qtrace.ops.base import INTEGERS, Reading, Role, op_rule, typed
 
-__all__ = ["RULES"]
-
-
 # Shapes, and tensors that are created from numbers and shapes only: never quantized.
 
 _CREATED = "it is made from numbers and shapes"

@@ -13,23 +13,6 @@ from qtrace.display import format_bytes
 from qtrace.graph.walk import unused_name
 from qtrace.scheme import QScheme
 
-__all__ = [
-    "DYNAMIC",
-    "Annotation",
-    "DynamicInput",
-    "ExprNote",
-    "Fold",
-    "PlacementNote",
-    "PlacementRow",
-    "Plan",
-    "Preference",
-    "Site",
-    "Sort",
-    "free_name",
-    "site_name",
-    "value_name",
-]
-
 Sort = Literal["activation", "weight", "bias"]
 Preference = Literal["speed", "balanced", "accuracy"]
 """What a user prefers: all that gains time on integers, what is worth its noise, or float."""

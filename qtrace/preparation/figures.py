@@ -17,9 +17,6 @@ from qtrace.preparation.annotation import Annotation, PlacementNote
 from qtrace.preparation.model import QuantizedModel, is_quantized
 from qtrace.preparation.passes.expand import expand
 
-__all__ = ["Figures", "count_precisions", "describe_precision", "read_figures"]
-
-
 # The precision that a prepared graph really has: bits of weights and inputs, layer by layer.
 
 

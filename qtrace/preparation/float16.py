@@ -25,16 +25,6 @@ from qtrace.ops import OpCall, Role
 from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedModel
 
-__all__ = [
-    "LARGEST",
-    "Float16Choice",
-    "choose_float16",
-    "describe_float16",
-    "float_values",
-    "loses",
-    "uses_float16",
-]
-
 _END = float(np.finfo(np.float16).max)
 LARGEST = _END / 4
 """The largest magnitude that was observed of a value in float16: other data may have larger ones."""

@@ -34,23 +34,6 @@ from qtrace.preparation.passes.insert import CONTAINER
 from qtrace.scheme import QParams
 from qtrace.storage.checkpoints import hash_arrays
 
-__all__ = [
-    "NativeScale",
-    "QuantizedModel",
-    "QuantizedSite",
-    "Record",
-    "check_quantized",
-    "fake_quants",
-    "followers",
-    "graph_hash",
-    "hash_tensors",
-    "is_quantized",
-    "read_record",
-    "remove_record",
-    "write_record",
-]
-
-
 # The hash by which a graph is known again: checkpoints and exported files hold it.
 
 

@@ -8,8 +8,6 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import is_quantized
 from qtrace.preparation.passes.expand import expand
 
-__all__ = ["normalize"]
-
 
 def normalize(traced: TracedModule) -> TracedModule:
     """Returns a flat copy in which each layer is a function of its weight and bias.

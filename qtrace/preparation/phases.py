@@ -17,8 +17,6 @@ from qtrace.graph.walk import exprs, owner
 from qtrace.plugins.options import check_arguments
 from qtrace.preparation.model import QuantizedModel, fake_quants, followers, is_quantized
 
-__all__ = ["has_wrong_gradient", "in_phase", "say_wrong_gradients", "set_phase", "switch_phase"]
-
 
 @check_arguments
 def set_phase(prepared: Module, phase: str) -> None:

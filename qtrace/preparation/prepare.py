@@ -51,18 +51,6 @@ from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.process import on_engine_thread, paused_collector, returns_memory
 
-__all__ = [
-    "Decision",
-    "FloatGraph",
-    "decide",
-    "make_float_graph",
-    "plan",
-    "plan_graph",
-    "prepare",
-    "prepare_config",
-    "read_request",
-]
-
 _LOG = logging.getLogger("qtrace")
 _UNASKED = {"dtype", "kernel", "role", "selection"}
 """The causes of an op in float that no rule and no region of the config asks for."""

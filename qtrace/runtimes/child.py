@@ -33,16 +33,6 @@ from qtrace.errors import ExportError
 from qtrace.runtimes import tunnel, worker
 from qtrace.runtimes.host import IDLE_SECONDS, RuntimeHost
 
-__all__ = [
-    "Child",
-    "Connection",
-    "MissingPackageError",
-    "RefusalError",
-    "RuntimeChild",
-    "RuntimeFile",
-    "check_host",
-]
-
 _CHUNK = 1 << 20  # bytes of one transfer
 _SECONDS_UNMEASURED = 0.1  # looking at every process of the system takes milliseconds
 

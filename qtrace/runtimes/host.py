@@ -11,8 +11,6 @@ from typing import Any
 
 from qtrace.errors import ConfigError
 
-__all__ = ["IDLE_SECONDS", "RuntimeHost", "describe_side"]
-
 IDLE_SECONDS = 60.0  # a process that waits that long without computing hangs
 
 

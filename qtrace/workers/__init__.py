@@ -22,8 +22,6 @@ from typing import IO, Any, Protocol
 import qtrace.errors
 from qtrace.errors import ConfigError, QtraceError, install
 
-__all__ = ["Job", "Outcome", "Pool", "Processes", "RayTasks", "attempt", "read_message", "write_message"]
-
 _LENGTH = struct.Struct(">Q")
 
 

@@ -16,8 +16,6 @@ from qtrace import process
 from qtrace.errors import Terminated
 from qtrace.workers import attempt, read_message, write_message
 
-__all__ = ["main"]
-
 _POLL_SECONDS = 0.2
 
 

@@ -11,8 +11,6 @@ from qtrace.scheme import QScheme
 if TYPE_CHECKING:  # an op rule loads MegEngine, which a config does not need
     from qtrace.ops import OpCall
 
-__all__ = ["Backend", "Limits"]
-
 
 @dataclass(frozen=True)
 class Limits:

@@ -115,10 +115,8 @@ class _Graph(OnnxEditor):
 
     def rounding(self, name: str) -> _Rounding | None:
         """Returns the rounding that gives a tensor; None if no rounding does."""
-        dequantize = self.producers.get(name)
-        if dequantize is None or dequantize.op_type != "DequantizeLinear":
-            return None
-        quantize = self.producers.get(dequantize.input[0])
+        dequantize = self.dequantized(name)
+        quantize = None if dequantize is None else self.producers.get(dequantize.input[0])
         if quantize is None or quantize.op_type != "QuantizeLinear" or not self._alike(quantize, dequantize):
             return None
         return _Rounding(quantize, dequantize)
@@ -291,14 +289,9 @@ def _is_integer_op(graph: _Graph, node: Any) -> bool:
         node = graph.producers[node.input[0]]
     if node.op_type in _OF_INTEGERS_ALONE.split():
         data = node.input if node.op_type == "Concat" else node.input[:2]
-        return all(_is_dequantized(graph, name) for name in data)
+        return all(graph.dequantized(name) for name in data)
     data = [name for name in node.input[:2] if name]
-    return any(_is_dequantized(graph, name) for name in data if name not in graph.stored)
-
-
-def _is_dequantized(graph: _Graph, name: str) -> bool:
-    producer = graph.producers.get(name)
-    return producer is not None and producer.op_type == "DequantizeLinear"
+    return any(graph.dequantized(name) for name in data if name not in graph.stored)
 
 
 def hold_float_layers(model: Any) -> int:
@@ -404,18 +397,15 @@ def _is_open(value: Any) -> bool:
 
 def _is_on_integers(layer: Any, editor: OnnxEditor) -> bool:
     """Whether a convolution reads dequantized values and weights, and adds nothing."""
-    read = (editor.producers.get(name) for name in layer.input[:2])
-    if any(node is None or node.op_type != "DequantizeLinear" for node in read):
+    if not all(editor.dequantized(name) for name in layer.input[:2]):
         return False
     return len(layer.input) < 3 or not layer.input[2] or _is_zero(layer.input[2], editor)
 
 
 def _is_zero(name: str, editor: OnnxEditor) -> bool:
     """Whether a bias is 0 everywhere."""
-    rounding = editor.producers.get(name)
-    if rounding is not None and rounding.op_type == "DequantizeLinear":
-        name = rounding.input[0]
-    return name in editor.stored and not np.any(numpy_helper.to_array(editor.stored[name]))
+    bias = editor.stored_of(name)
+    return bias is not None and not np.any(numpy_helper.to_array(bias))
 
 
 def _forks(name: str, editor: OnnxEditor) -> bool:
@@ -452,14 +442,13 @@ def write_biases_apart(model: Any) -> int:
         return 0
     readers = editor.readers
     stored = {tensor.name: tensor for tensor in model.graph.initializer}  # only these get another shape
-    dequantized = {n.output[0]: n for n in editor.nodes("DequantizeLinear") if n.input[0] in stored}
     for bias in list(readers):
-        source = dequantized.get(bias)
+        source = editor.dequantized(bias)
         tensor = stored.get(bias if source is None else source.input[0])
         layers = readers[bias]
         if tensor is None or len(tensor.dims) != 1 or (source is not None and len(readers[tensor.name]) > 1):
             continue
-        ranks = {_rank_of_weight(layer, bias, stored, dequantized) for layer in layers}
+        ranks = {_rank_of_weight(layer, bias, editor) for layer in layers}
         rank = ranks.pop()
         if ranks or rank is None:
             continue
@@ -477,14 +466,11 @@ def write_biases_apart(model: Any) -> int:
     return count
 
 
-def _rank_of_weight(
-    node: Any, bias: str, stored: Mapping[str, Any], dequantized: Mapping[str, Any]
-) -> int | None:
+def _rank_of_weight(node: Any, bias: str, editor: OnnxEditor) -> int | None:
     """Returns the number of axes of a convolution's weight; None if ``bias`` is no bias of ``node``."""
     if node.op_type != "Conv" or list(node.input).index(bias) != 2:
         return None
-    source = dequantized.get(node.input[1])
-    weight = stored.get(node.input[1] if source is None else source.input[0])
+    weight = editor.stored_of(node.input[1])
     return None if weight is None else len(weight.dims)
 
 

@@ -174,7 +174,7 @@ class _Graph(OnnxEditor):
         """Returns what has to be done for a layer with a stored weight; None if its columns are right."""
         if node.op_type not in ("Conv", "MatMul", "Gemm"):
             return None
-        weight = self._dequantized(node.input[1])
+        weight = self.dequantized(node.input[1])
         integer = self.stored.get(weight.input[0]) if weight is not None else None
         if integer is None or not self._is_moved(node.input[0]):
             return None
@@ -196,14 +196,9 @@ class _Graph(OnnxEditor):
         readers = self.readers.get(node.output[0], [])
         if len(readers) == 1 and readers[0].op_type == "Add" and node.output[0] not in self.output_names:
             other = next((name for name in readers[0].input if name != node.output[0]), "")
-            if self._stored_of(other) is not None:
+            if self.stored_of(other) is not None:
                 return readers[0], other
         return node, ""
-
-    def _stored_of(self, name: str) -> Any:
-        """Returns the stored tensor that a name is, or is dequantized from; None if it is computed."""
-        source = self._dequantized(name)
-        return self.stored.get(name if source is None else source.input[0])
 
     def _is_blocked(self, dequantize: Any) -> bool:
         """Whether a weight has scales of blocks, which no kernel of integers multiplies."""
@@ -212,10 +207,10 @@ class _Graph(OnnxEditor):
 
     def _grows(self, name: str, columns: int) -> bool:
         """Whether a weight or bias has one number, or one along its last axis, for each column."""
-        tensor = self._stored_of(name)
+        tensor = self.stored_of(name)
         if not name or tensor is None:
             return not name
-        source = self._dequantized(name)
+        source = self.dequantized(name)
         if source is None:
             return math.prod(tensor.dims) == 1 or tensor.dims[-1] == columns
         numbers = [self.value(other) for other in source.input[1:]]
@@ -225,7 +220,7 @@ class _Graph(OnnxEditor):
         """Whether a node multiplies dequantized values, if they are moved before, and was not widened."""
         if node.op_type not in ("Conv", "MatMul", "Gemm"):
             return False
-        direct = self._dequantized(node.input[1])
+        direct = self.dequantized(node.input[1])
         if direct is not None and direct.input[0] in self.stored:
             return False  # it was looked at
         if node.op_type == "Conv" and self._end_of_kernel(node, node) is None:
@@ -259,11 +254,6 @@ class _Graph(OnnxEditor):
             node.name = names.get(node.name, node.name)
         for tensor in self.graph.initializer:
             tensor.name = names.get(tensor.name, tensor.name)
-
-    def _dequantized(self, name: str) -> Any:
-        """Returns the DequantizeLinear that gives a tensor; None if another node does."""
-        node = self.producers.get(name)
-        return node if node is not None and node.op_type == "DequantizeLinear" else None
 
     def _end_of_kernel(self, node: Any, add: Any) -> Any:
         """Returns the last node of a layer's kernel of integers, after its bias; None if there is none."""
@@ -320,9 +310,9 @@ class _Graph(OnnxEditor):
     def _replace_bias(self, node: Any, index: int, pad: _Padding) -> None:
         """Gives the bias of a layer more columns, be it stored as floats or dequantized."""
         name = node.input[index]
-        if math.prod(self._stored_of(name).dims) == 1:
+        if math.prod(self.stored_of(name).dims) == 1:
             return
-        dequantize = self._dequantized(name)
+        dequantize = self.dequantized(name)
         if dequantize is not None:
             self._replace_dequantized(node, index, dequantize, pad.flat())
         else:

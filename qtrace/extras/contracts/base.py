@@ -12,8 +12,6 @@ from qtrace.errors import ExportError
 from qtrace.extras.contracts.qdq_graph import QdqGraph, label
 from qtrace.plugins import ObjectPlugins
 
-__all__ = ["CONTRACTS", "CPU", "Contract", "ContractRule", "FloatOp", "Violation", "Violations"]
-
 CPU = "the CPU"
 """Where an op runs that its device does not take."""
 

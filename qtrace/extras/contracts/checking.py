@@ -29,19 +29,6 @@ from qtrace.plugins.options import check_arguments
 from qtrace.runtimes.host import RuntimeHost, describe_side
 from qtrace.storage.outputs import output_file
 
-__all__ = [
-    "ContractReport",
-    "RunPrice",
-    "check_contract",
-    "check_file_for",
-    "check_model",
-    "conversions",
-    "fix_contract",
-    "fix_model",
-    "predict_floats",
-    "price_run",
-]
-
 FLOAT = "float"
 _BITS: dict[int, int] = {
     **dict.fromkeys((TensorProto.INT4, TensorProto.UINT4), 4),

@@ -11,8 +11,6 @@ from qtrace.cli.console import Console
 from qtrace.cli.models import check_exported
 from qtrace.runtimes.host import RuntimeHost
 
-__all__ = ["check"]
-
 
 @click.command(
     cls=options.Command,

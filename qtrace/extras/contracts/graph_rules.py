@@ -19,19 +19,6 @@ from qtrace.extras.contracts.qdq_graph import (
 )
 from qtrace.extras.contracts.quantizer_rules import covering
 
-__all__ = [
-    "both_inputs_quantized",
-    "equal_types",
-    "equal_widths",
-    "fixed_outputs",
-    "lowest_opset",
-    "no_integer_ops",
-    "no_other_domains",
-    "shared_scales",
-    "unrounded_functions",
-    "unrounded_summands",
-]
-
 _CONVS = ("Conv", "ConvTranspose")
 _BITS: dict[int, int] = {
     TensorProto.INT8: 8,

@@ -11,22 +11,6 @@ from onnx import NodeProto, TensorProto, helper
 
 from qtrace.onnxfile.model import OnnxEditor, read_names
 
-__all__ = [
-    "FUNCTIONS",
-    "LAYERS",
-    "QUANTIZERS",
-    "IntegerGrid",
-    "Operand",
-    "QdqGraph",
-    "Quantizer",
-    "attribute",
-    "bias_grid",
-    "channel_axis",
-    "label",
-    "symmetric",
-    "type_name",
-]
-
 
 def type_name(kind: int) -> str:
     """Returns the name of a type of ONNX, such as ``uint8``."""

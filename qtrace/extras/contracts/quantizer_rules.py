@@ -10,24 +10,6 @@ from onnx import NodeProto, TensorProto, helper
 from qtrace.extras.contracts.base import ContractRule, Violation, Violations
 from qtrace.extras.contracts.qdq_graph import IntegerGrid, QdqGraph, Quantizer, type_name
 
-__all__ = [
-    "ONNX_OPERATORS",
-    "activation_types",
-    "activations",
-    "constant_scales",
-    "fitting_scales",
-    "matching_lengths",
-    "native_wide_types",
-    "no_needless_axis",
-    "no_zero_points",
-    "one_scale_per_activation",
-    "positive_scales",
-    "power_of_two_scales",
-    "scale_rules",
-    "smallest_range",
-    "written_zero_points",
-]
-
 _WIDE = (TensorProto.INT16, TensorProto.UINT16, TensorProto.INT4, TensorProto.UINT4)
 _EIGHT_BITS = (TensorProto.INT8, TensorProto.UINT8)
 _MICROSOFT = "com.microsoft"

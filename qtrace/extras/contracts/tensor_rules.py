@@ -20,19 +20,6 @@ from qtrace.extras.contracts.qdq_graph import (
     type_name,
 )
 
-__all__ = [
-    "accumulator_biases",
-    "float_biases",
-    "int8_biases",
-    "int32_biases",
-    "norm_biases",
-    "quantized_weights",
-    "symmetric_weights",
-    "weight_axis",
-    "weight_bits",
-    "weights_per_tensor",
-]
-
 _WITH_AXIS = ("Conv", "ConvTranspose")
 
 

@@ -27,8 +27,6 @@ from qtrace.storage.files import parse_document, replace_folder, temporary_folde
 from qtrace.verification.runs import GraphRun, activations, integer_qparams, output_names
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
-__all__ = ["KINDS", "SCHEMA", "Sample", "dumped_tensors", "file_name", "write_vectors"]
-
 KINDS = ("inputs", "sites", "outputs")
 """The folders of a batch that tell tensors of one name apart."""
 

@@ -12,8 +12,6 @@ from qtrace.cli.models import check_model, import_classes
 from qtrace.cli.reports import on_terminal
 from qtrace.errors import SHOWN_LINES
 
-__all__ = ["diff"]
-
 
 @click.command(
     cls=options.Command,

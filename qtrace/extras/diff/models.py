@@ -30,19 +30,6 @@ from qtrace.quantizing.reporting import QUANTIZED, VERDICT
 from qtrace.scheme import QParams
 from qtrace.storage.files import parse_document
 
-__all__ = [
-    "ConfigChange",
-    "Difference",
-    "FigurePair",
-    "IntegerChange",
-    "OpChange",
-    "ScaleChange",
-    "SchemeChange",
-    "compare_configs",
-    "compare_models",
-    "diff",
-]
-
 _RULES = "rules"
 
 

@@ -19,8 +19,6 @@ from qtrace.onnxfile.external_data import load_model
 from qtrace.onnxfile.model import OnnxModel
 from qtrace.plugins.options import SHOWN_CHARACTERS
 
-__all__ = ["FileDifference", "compare_files"]
-
 _ROUNDINGS = ("QuantizeLinear", "DequantizeLinear")
 _ONES, _ZEROS = ("strides", "dilations"), ("pads",)
 

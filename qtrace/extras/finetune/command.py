@@ -14,8 +14,6 @@ from qtrace.cli.models import PREPARED
 from qtrace.quantizing.reporting import FILES, write_folder
 from qtrace.storage.outputs import resumable_folder
 
-__all__ = ["finetune"]
-
 _CHECKPOINT = "finetune.part.npz"
 
 

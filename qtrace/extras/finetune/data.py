@@ -20,8 +20,6 @@ from qtrace.graph.types import TracedModule
 from qtrace.learning import ENGINES
 from qtrace.storage.checkpoints import hash_arrays
 
-__all__ = ["Batch", "Data", "FinetuneSettings", "Leaves", "Samples", "hold_back", "read", "split_data"]
-
 _COUNTS = ("steps", "batch_size", "checkpoint_every", "memory", "evaluate_every")  # 1 or more
 _FROM_ZERO = ("seed", "most_blocks")
 _OPTIONAL = ("range_lr", "evaluate_every", "max_minutes")

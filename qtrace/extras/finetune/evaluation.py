@@ -16,16 +16,6 @@ from qtrace.graph.types import TracedModule
 from qtrace.numerics import SMALLEST_NORMAL
 from qtrace.preparation.phases import in_phase
 
-__all__ = [
-    "BestState",
-    "Compared",
-    "Evaluation",
-    "EvaluationFigures",
-    "Values",
-    "choose_compared",
-    "evaluate",
-]
-
 Values = tuple[list[np.ndarray], dict[str, np.ndarray]]
 """The outputs of a graph, and the values of the named nodes."""
 

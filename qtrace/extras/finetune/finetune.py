@@ -42,8 +42,6 @@ from qtrace.preparation.phases import in_phase, say_wrong_gradients
 from qtrace.process import on_engine_thread
 from qtrace.storage import checkpoints
 
-__all__ = ["FineTuned", "OutputChange", "TuningRun", "compare_outputs", "finetune", "write_checkpoint"]
-
 
 @dataclass(frozen=True)
 class OutputChange:

@@ -11,8 +11,6 @@ from qtrace.extras.finetune.twins import Arithmetic, Twins
 from qtrace.extras.torch.learning.engine import TorchEngine, TorchGraph
 from qtrace.graph.types import TracedModule
 
-__all__ = ["TorchTwins"]
-
 _ARITHMETIC = Arithmetic(torch.from_numpy, torch.nn.functional.mse_loss, torch.log_softmax, torch.exp)
 
 

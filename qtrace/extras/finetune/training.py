@@ -27,8 +27,6 @@ from qtrace.learning import Adam, UnsupportedError, try_torch
 from qtrace.preparation.model import QuantizedModel
 from qtrace.qat import param_groups
 
-__all__ = ["Learner", "Monitor", "Pace", "Retreat", "Retreats", "RunSchedule", "Trainer", "choose_twins"]
-
 
 class Learner:
     """Adam for all parameters of a prepared graph, on numpy arrays that a checkpoint can store.

@@ -30,20 +30,6 @@ from qtrace.learning import LearningEngine, LearningStep, MegEngineEngine
 from qtrace.preparation.model import QuantizedModel, fake_quants
 from qtrace.ptq.rounding.block_run import bottlenecks
 
-__all__ = [
-    "PARTS",
-    "Arithmetic",
-    "Frozen",
-    "MegEngineTwins",
-    "MovingTensors",
-    "Twins",
-    "Units",
-    "Watch",
-    "block_outputs",
-    "range_unit",
-    "size_of",
-]
-
 
 def block_outputs(
     prepared: QuantizedModel, patterns: Sequence[str] | None, max_blocks: int, known: Set[str]

@@ -14,8 +14,6 @@ import numpy as np
 
 from qtrace.export.parameters import ParameterFile, Row, refuse, refuse_floating
 
-__all__ = ["AIMET_061", "AIMET_100", "AIMET_200"]
-
 _TITLE = "AIMET encodings"
 # Bits of the integer types of version 2.0.0.
 _TYPES = (2, 4, 8, 16, 32)

@@ -14,8 +14,6 @@ import numpy as np
 
 from qtrace.export.parameters import ParameterFile, Row, refuse_floating
 
-__all__ = ["MGECONVERT"]
-
 _TITLE = "mgeconvert's JSON"
 _INT32 = np.iinfo(np.int32)
 

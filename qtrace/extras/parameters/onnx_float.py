@@ -21,8 +21,6 @@ from qtrace.export.onnx.files import check, contents_of
 from qtrace.export.parameters import Names, ParameterLayer, beside, parameter_file, site_table
 from qtrace.ops import OpCall
 
-__all__ = ["FORMAT"]
-
 
 def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -> dict[Path, Content]:
     """Returns the float model and its parameter file.

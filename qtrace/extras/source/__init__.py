@@ -17,8 +17,6 @@ from qtrace.graph.types import TracedModule
 from qtrace.storage.checkpoints import pack_arrays
 from qtrace.storage.files import replacing
 
-__all__ = ["PythonSource", "to_source"]
-
 _HELPERS = {
     "Group": '''class Group(M.Module):
     """Layers and tensors by name, which the network calls itself."""

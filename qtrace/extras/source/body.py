@@ -30,8 +30,6 @@ from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import called_graph, owner, reads_shape, unused_name
 
-__all__ = ["Body", "find_plain_shapes", "identifier", "is_reserved"]
-
 # They give the same number for numbers as for Tensors of int32.
 _SIZE_ARITHMETIC = frozenset(
     ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__floordiv__", "__neg__")

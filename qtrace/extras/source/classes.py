@@ -21,8 +21,6 @@ from qtrace.graph.types import CallFunction, CallMethod, Expr, GetAttr, ModuleNo
 from qtrace.graph.walk import get_module, owner, unused_name
 from qtrace.observers.base import Observer
 
-__all__ = ["Classes", "Construction", "construct", "empty_tensor"]
-
 # What a module has besides the values of its constructor.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _BOOKKEEPING = frozenset(

@@ -21,8 +21,6 @@ from qtrace.gradients import plain
 from qtrace.graph.types import Node
 from qtrace.observers.base import Observer
 
-__all__ = ["WIDTH", "Literals", "expression_of_op", "indent", "shorten_eps", "shortest", "without_defaults"]
-
 _PLAIN = (bool, int, bytes, type(None))
 WIDTH = 100
 """The characters of a statement on one line, without its indentation."""

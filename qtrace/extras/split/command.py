@@ -11,8 +11,6 @@ from qtrace.cli import models, options
 from qtrace.cli.console import Console
 from qtrace.storage.outputs import output_folder
 
-__all__ = ["split"]
-
 _DOCUMENT = "parts.json"
 
 

@@ -20,8 +20,6 @@ from qtrace.plugins.options import check_arguments
 from qtrace.preparation.prepare import plan
 from qtrace.process import on_engine_thread
 
-__all__ = ["partition", "split"]
-
 _SUPPORTED = frozenset({"int", "fused", "carried"})
 
 

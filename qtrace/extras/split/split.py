@@ -31,8 +31,6 @@ from qtrace.graph.stepping import finish
 from qtrace.graph.walk import IN_PLACE, exprs, get_module, set_arguments
 from qtrace.plugins.options import check_arguments
 
-__all__ = ["Composition", "GraphPart", "build_parts", "copyable_exprs", "flat_copy", "split"]
-
 
 @dataclass(frozen=True)
 class GraphPart:

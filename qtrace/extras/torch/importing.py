@@ -28,8 +28,6 @@ from qtrace.importing.onnx.opening import UnsupportedNodesError
 from qtrace.plugins.options import check_arguments
 from qtrace.process import on_engine_thread
 
-__all__ = ["Example", "Network", "export", "from_torch", "open_network", "read_example"]
-
 Dynamic = Mapping[str, Mapping[int, str]]
 
 _EXTERNAL = 2**30  # bytes of weights above which they lie next to the file: protobuf holds 2 GB

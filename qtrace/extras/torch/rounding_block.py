@@ -17,8 +17,6 @@ from qtrace.graph.types import Node
 from qtrace.graph.walk import owner
 from qtrace.ptq.rounding.block_run import BlockData, BlockGradients, BlockRun, DescentSettings
 
-__all__ = ["TorchGradients"]
-
 
 class TorchGradients(BlockGradients):
     """Computes steps in torch.

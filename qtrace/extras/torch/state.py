@@ -38,8 +38,6 @@ from qtrace.graph.recurrent import OnnxRecurrent
 from qtrace.graph.types import CallMethod, GetAttr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module
 
-__all__ = ["note_state", "state_arrays", "to_torch_state"]
-
 FAKE_QUANTS = "qsites"
 """The submodule of a prepared graph that holds its fake quants."""
 

@@ -18,8 +18,6 @@ from qtrace.cli.reports import on_terminal
 from qtrace.cli.verdicts import import_metric
 from qtrace.errors import ConfigError
 
-__all__ = ["tune"]
-
 
 class _Quantity(click.ParamType):
     """Converts a number with a unit, such as ``30m``, to a number of the first unit.

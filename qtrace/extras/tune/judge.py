@@ -32,18 +32,6 @@ from qtrace.preparation.phases import in_phase
 from qtrace.preparation.prepare import plan, prepare
 from qtrace.workers import Outcome
 
-__all__ = [
-    "Here",
-    "Judge",
-    "Judged",
-    "Metric",
-    "RungData",
-    "Subject",
-    "Task",
-    "predict_milliseconds",
-    "value_of_noise",
-]
-
 Metric = Callable[[TracedModule], Any]
 """A user's metric: from a graph to a number, or to one for each sample, whose mean counts; more is better."""
 

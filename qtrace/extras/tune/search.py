@@ -36,21 +36,6 @@ from qtrace.sensitivity.diagnosis import Diagnosis, diagnose
 from qtrace.sensitivity.simulation import Simulation
 from qtrace.workers import Pool
 
-__all__ = [
-    "TuneSettings",
-    "as_recipe",
-    "comments_of",
-    "find_limits",
-    "first_suggestions",
-    "judged_in_full",
-    "mutate",
-    "propose",
-    "search",
-    "split",
-    "suggest_cures",
-    "suggest_float_tail",
-]
-
 _ACTIVATION_OBSERVERS: tuple[Any, ...] = (
     "mse",
     "minmax",

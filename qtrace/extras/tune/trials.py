@@ -19,29 +19,6 @@ from qtrace.graph.failures import from_json
 from qtrace.storage.files import parse_document, replacing
 from qtrace.storage.outputs import locked
 
-__all__ = [
-    "BEST",
-    "FILES",
-    "PAGE",
-    "SEARCH",
-    "SUMMARY",
-    "TRIALS",
-    "Certainty",
-    "CostLimits",
-    "Layer",
-    "Suggestion",
-    "Trial",
-    "TrialLog",
-    "certainty",
-    "choose",
-    "cost_of",
-    "digest_of",
-    "pareto",
-    "rank",
-    "search_folder",
-    "write_text",
-]
-
 TRIALS, BEST, SUMMARY, PAGE, SEARCH = "trials.jsonl", "best.yaml", "tune.json", "tune.html", "search.json"
 FILES = (TRIALS, BEST, SUMMARY, PAGE, SEARCH)
 _LOCK = ".lock"

@@ -44,8 +44,6 @@ from qtrace.plugins.options import check_arguments
 from qtrace.preparation.model import hash_tensors
 from qtrace.workers import Pool, Processes, RayTasks
 
-__all__ = ["TuneOptions", "Tuning", "recipe_text", "render_page", "tune"]
-
 _BEGUN = "as in the recipe that it began with"
 _LEFT_OUT = ("name", "description")
 

@@ -21,9 +21,6 @@ from qtrace.graph.types import Node, TracedModule
 from qtrace.graph.walk import exprs, owner, shape_of
 from qtrace.plugins import COMPOSITES, load_installed
 
-__all__ = ["CompositeCall", "CompositeRule", "compose", "composite_rules"]
-
-
 # The base of the rules that turn the pieces of a composite into one call.
 
 

@@ -15,19 +15,6 @@ from qtrace.graph.algebra import AnyOf, AnyTensor, Number, Operation, Power, Pro
 from qtrace.graph.composites import CompositeCall, CompositeRule
 from qtrace.graph.pattern import Pattern, PatternMatch
 
-__all__ = [
-    "RULES",
-    "Gelu",
-    "GeluTanh",
-    "HardSigmoid",
-    "HardSwish",
-    "Mish",
-    "Sigmoid",
-    "Silu",
-    "clipped_line",
-    "line",
-]
-
 
 def clipped_line(x: Pattern) -> Pattern:
     """Builds the pattern of ``clip(k * x + b, low, high)``, as one clip, as relu6 or as two bounds."""

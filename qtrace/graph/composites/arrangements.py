@@ -20,20 +20,6 @@ from qtrace.graph.pattern import Pattern, PatternMatch
 from qtrace.graph.types import Node, TensorNode
 from qtrace.graph.walk import is_float_tensor, shape_of
 
-__all__ = [
-    "RULES",
-    "Attention",
-    "ChannelShuffle",
-    "Focus",
-    "Pick",
-    "Roll",
-    "ScaleAndShift",
-    "SpaceToDepth",
-    "permutation",
-    "read_slices",
-]
-
-
 # Scaled dot-product attention: ``softmax(scale * query @ transposed key + bias + mask) @ value``.
 
 

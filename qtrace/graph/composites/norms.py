@@ -34,24 +34,6 @@ from qtrace.graph.pattern import Pattern, PatternMatch
 from qtrace.graph.types import Node, TensorNode
 from qtrace.graph.walk import shape_of
 
-__all__ = [
-    "NORM_PATTERN",
-    "RULES",
-    "ChannelNorm",
-    "GroupNorm",
-    "InstanceNorm",
-    "LayerNorm",
-    "Normalize",
-    "RmsNorm",
-    "Softmax",
-    "affine",
-    "axes_problem",
-    "call_layer_norm",
-    "channels_problem",
-    "reduced_axes",
-    "standardized",
-]
-
 
 def _spread(x: Pattern) -> Pattern:
     """Builds the pattern of ``variance + eps``; the mean in it may be a call of its own."""

@@ -24,28 +24,6 @@ from qtrace import plugins
 from qtrace.errors import ConfigError
 from qtrace.plugins import OP_RULES, installed
 
-__all__ = [
-    "FUNCTIONS",
-    "MODULES",
-    "OBJECTS",
-    "OPDEFS",
-    "QTRACE_CLASSES",
-    "QTRACE_FUNCTIONS",
-    "REDUCERS",
-    "TENSOR_METHODS",
-    "TYPES",
-    "AllowList",
-    "DamagedError",
-    "LoadBudget",
-    "Ref",
-    "RefusedError",
-    "installed_names",
-    "qtrace_classes",
-    "refused",
-    "resolve",
-    "shown",
-]
-
 
 def _split(names: str) -> list[str]:
     return names.split()

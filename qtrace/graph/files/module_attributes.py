@@ -39,8 +39,6 @@ from qtrace.observers.base import Observer
 from qtrace.onnxfile.fragment import check_fragment
 from qtrace.scheme import QScheme
 
-__all__ = ["check_attributes"]
-
 _LARGEST, _LARGEST_FLOAT = int(np.iinfo(np.int32).max), float(np.finfo(np.float32).max)
 
 

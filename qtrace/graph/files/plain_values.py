@@ -34,9 +34,6 @@ from megengine.traced_module.pytree import SUPPORTED_TYPE, ArgsIndex, LeafDef, T
 
 from qtrace.graph.files.allowlist import DEPTH, OBJECT_BYTES, AllowList, LoadBudget, RefusedError, shown
 
-__all__ = ["Devices", "DtypeMetas", "Rule", "only", "weight"]
-
-
 # The argument structures of a file, ``TreeDef`` and ``LeafDef``: checked when they get their state.
 
 EXPRS = (Apply, CallFunction, CallMethod, Constant, GetAttr, Input)

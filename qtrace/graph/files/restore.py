@@ -48,8 +48,6 @@ from qtrace.graph.files import allowlist
 from qtrace.graph.files.allowlist import DEPTH, LoadBudget, RefusedError, shown
 from qtrace.graph.files.plain_values import EXPRS, NODES, Trees, are_sizes
 
-__all__ = ["Validator", "check_calls", "restore"]
-
 
 def restore(module: TracedModule, budget: LoadBudget) -> None:
     """Restores a module as ``TracedModule.__setstate__`` does, but in linear time.

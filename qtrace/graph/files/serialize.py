@@ -44,8 +44,6 @@ from qtrace.scheme import QParams, QScheme
 from qtrace.storage.files import kind_of, problem, replacing
 from qtrace.storage.outputs import foreign
 
-__all__ = ["SIZE", "check_modules", "check_seal", "dump", "load", "save", "sealing"]
-
 _GRAPHS = ("argdef_graph_map", "argdef_outdef_map")
 # What MegEngine reads of every module and its earlier versions did not write.
 _OF_LATER_VERSIONS = {"name": None, "_name": None, "_short_name": None, "quantize_disabled": False}

@@ -44,22 +44,6 @@ from qtrace.graph.edit import GraphEditor
 from qtrace.graph.notes import source_line
 from qtrace.graph.walk import signature
 
-__all__ = [
-    "Copy",
-    "broadcasts_first_axes",
-    "describe_places",
-    "find_copies",
-    "gives_view",
-    "insert_copies",
-    "is_arithmetic",
-    "is_product",
-    "kernel_name",
-    "reads_only_shape",
-    "refuses_views",
-    "report_copies",
-    "returns_views",
-]
-
 _PRODUCTS = {"mul", "div", "truediv", "pow", "MUL", "TRUE_DIV", "POW"}
 _ARITHMETIC = {"add", "sub", "maximum", "minimum", "ADD", "SUB", "MAX", "MIN", *_PRODUCTS}
 _ARITHMETIC |= {"FUSE_ADD_RELU", "FUSE_ADD_H_SWISH", "FUSE_MUL_ADD3"}

@@ -18,22 +18,6 @@ from megengine.traced_module.pytree import tree_flatten
 from qtrace.errors import TraceError
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, repeat_to
 
-__all__ = [
-    "Arguments",
-    "Dynamic",
-    "batch_size",
-    "describe",
-    "enlarge",
-    "fix_arguments",
-    "fresh",
-    "other_example",
-    "other_examples",
-    "read_dynamic",
-    "to_tensors",
-    "vary",
-    "with_forward",
-]
-
 
 def with_forward(own: type[Module], method: str) -> type[Module]:
     """Returns a subclass of ``own`` whose ``forward`` is its ``method``, which may call the old forward."""

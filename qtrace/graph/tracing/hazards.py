@@ -34,21 +34,6 @@ from megengine.traced_module.node import ModuleNode, Node, TensorNode
 
 from qtrace.errors import GraphError, shorten_list
 
-__all__ = [
-    "attributes_at",
-    "changed_state",
-    "clear_leaked_state",
-    "debugging_marks",
-    "forget",
-    "hooked_modules",
-    "lost_parameters",
-    "native_quantization",
-    "read_parameters",
-    "shift_state",
-    "watch_functions",
-    "with_place",
-]
-
 
 def native_quantization(module: Module) -> str:
     """Returns why a graph with layers of ``megengine.quantization`` is refused; "" for any other."""

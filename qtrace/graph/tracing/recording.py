@@ -39,26 +39,6 @@ from qtrace.graph.notes import name_with_line, recorded_lines, shown_path
 from qtrace.graph.tracing.tracer import Tracer, attention_in_parts, find_replacements, recorded_as
 from qtrace.graph.walk import op_label, reads_shape
 
-__all__ = [
-    "NONE_IS_DROPPED",
-    "PYTHON_VALUES",
-    "VALUES_ARE_DROPPED",
-    "PythonRead",
-    "check_allowed",
-    "check_kernels",
-    "check_readers",
-    "describe_notes",
-    "describe_unused",
-    "holds_none",
-    "key_order",
-    "recording",
-    "refuse_reads",
-    "restore_key_order",
-    "watch_reads",
-    "without_none",
-]
-
-
 NONE_IS_DROPPED = "forward returns None among tensors: the trace returns only the tensors."
 VALUES_ARE_DROPPED = (
     "forward returns Python values among tensors, such as numbers: the trace returns only the tensors."

@@ -35,16 +35,6 @@ from qtrace.graph import failures
 from qtrace.graph.tracing.example_inputs import with_forward
 from qtrace.graph.tracing.tracer import open_attention
 
-__all__ = [
-    "as_module",
-    "check_signature",
-    "copy_module",
-    "engine_for_tracing",
-    "restore_input_names",
-    "restore_names",
-]
-
-
 # Names that a subclass may define without changing what its forward computes.
 _WITHOUT_EFFECT = {
     "__abstractmethods__",

@@ -47,8 +47,6 @@ from qtrace.graph.tracing.running import copy_module, engine_for_tracing, restor
 from qtrace.graph.tracing.tracer import Tracer, chosen_leaves, name_own_classes
 from qtrace.graph.walk import op_label
 
-__all__ = ["Tracing", "close_reshapes", "open_reshapes"]
-
 Opened = dict[Expr, list[tuple[int, Any]]]
 """Each reshape that was opened, with the sizes that it had."""
 

@@ -31,8 +31,6 @@ from qtrace.graph.walk import describe_path
 from qtrace.plugins.options import check_arguments
 from qtrace.process import on_engine_thread
 
-__all__ = ["trace"]
-
 
 @check_arguments
 @on_engine_thread

@@ -25,20 +25,6 @@ from qtrace.gradients import plain
 from qtrace.graph.failures import short
 from qtrace.graph.walk import owner
 
-__all__ = [
-    "Tracer",
-    "attention_in_parts",
-    "check_leaves",
-    "chosen_leaves",
-    "describe_unused_leaves",
-    "find_replacements",
-    "keep_leaves",
-    "name_own_classes",
-    "open_attention",
-    "recorded_as",
-]
-
-
 # What a trace keeps as one call, and what it records a call as: a class to be subclassed.
 
 

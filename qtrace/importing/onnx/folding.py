@@ -30,9 +30,10 @@ __all__ = [
     "Number",
     "Size",
     "SizeError",
+    "TooLarge",
     "absolute",
+    "arithmetic",
     "axis_size",
-    "combine",
     "evaluate",
     "fold_sizes",
     "infer_shapes",
@@ -46,7 +47,7 @@ __all__ = [
 
 _MAX_TERM = 2**12  # of a fraction, so that its product with a size fits int32
 
-_MAX_STORED = 2**27  # elements of a computed constant
+_MAX_STORED = 2**26  # elements by which all computed constants of a file exceed what they are computed of
 
 # Op -> the inputs whose numbers it moves; all others say where to.
 _MOVES: Mapping[str, tuple[int, ...] | None] = {
@@ -119,18 +120,8 @@ def is_fixed(number: Number) -> bool:
     return not isinstance(number, Size)
 
 
-def combine(op: str, left: Number, right: Number, integers: bool) -> Number:
-    """Computes with two numbers of which one at least is a `Size`.
-
-    Args:
-        op: the op in ONNX: Add, Sub, Mul, Div, Mod, Min or Max.
-        left: the first operand.
-        right: the second operand.
-        integers: whether both are integers in the file, whose quotients are rounded.
-
-    Raises:
-        SizeError: when the result is no exact multiple of an integer.
-    """
+def _combine(op: str, left: Number, right: Number, integers: bool) -> Number:
+    """See `arithmetic`, of two numbers of which one at least is a `Size`."""
     if op == "Mul":
         return _product(left, right)
     if op == "Div" and not integers:
@@ -291,26 +282,33 @@ class CannotEvaluate(Exception):
     """A node cannot be computed here; the text says why, as a clause."""
 
 
+class TooLarge(CannotEvaluate):
+    """The results of a node would be huge."""
+
+
 def evaluate(
-    node: OnnxNode, inputs: Sequence[np.ndarray | None], opsets: Mapping[str, int]
-) -> list[np.ndarray]:
+    node: OnnxNode, inputs: Sequence[np.ndarray | None], opsets: Mapping[str, int], grown: int = 0
+) -> tuple[list[np.ndarray], int]:
     """Computes a node.
 
     Args:
         node: the node.
         inputs: one an input; None where it is left out.
         opsets: the versions that the model imports.
+        grown: by how many elements earlier results exceed their inputs.
+
+    Returns:
+        The results, and by how many elements all results exceed their inputs.
 
     Raises:
-        CannotEvaluate: when the node is random, lacks a reference, fails, or its result would be huge.
+        CannotEvaluate: when the node is random, lacks a reference or fails; `TooLarge` for huge results.
     """
     if node.op in RANDOM_OPS:
         raise CannotEvaluate("is random")
     known = {name: value for name, value in zip(node.inputs, inputs, strict=True) if value is not None}
     shapes = infer_shapes(node, {n: (v.dtype, v.shape) for n, v in known.items()}, known, opsets)
-    for _, shape in shapes.values():
-        if shape is not None and math.prod(shape) > _MAX_STORED:
-            raise CannotEvaluate(f"would compute a constant of the shape {list(shape)}")
+    grown -= sum(value.size for value in known.values())
+    _sum_sizes([shape for _, shape in shapes.values() if shape is not None], grown)
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
@@ -322,7 +320,19 @@ def evaluate(
         if not isinstance(result, (np.ndarray, np.generic)):
             raise CannotEvaluate("gives a sequence or text, not a tensor")
         arrays.append(np.asarray(result))
-    return arrays
+    return arrays, _sum_sizes([array.shape for array in arrays], grown)
+
+
+def _sum_sizes(shapes: Sequence[tuple[int, ...]], grown: int) -> int:
+    """Returns the number of elements of ``shapes`` and of ``grown``.
+
+    Raises:
+        TooLarge: when no file may compute as many.
+    """
+    grown += sum(map(math.prod, shapes))
+    if grown > _MAX_STORED:
+        raise TooLarge(f"would compute a constant of the shape {list(max(shapes, key=math.prod))}")
+    return grown
 
 
 def _run(node: OnnxNode, inputs: Sequence[Any], opsets: Mapping[str, int]) -> Sequence[Any]:
@@ -433,7 +443,7 @@ def product(numbers: Sequence[Number]) -> Number:
     """Returns the product of integers, some of which may be sizes."""
     total: Number = 1
     for number in numbers:
-        total = _arithmetic("Mul", total, number, True)
+        total = arithmetic("Mul", total, number, True)
     return total
 
 
@@ -476,7 +486,7 @@ def _moved(node: OnnxNode, values: Sequence[_Value], opsets: Mapping[str, int]) 
             inputs.append(value.array)
     kind = _dtype(values[moved[0]])
     results = []
-    for name, places in zip(node.outputs, evaluate(node, inputs, opsets), strict=False):
+    for name, places in zip(node.outputs, evaluate(node, inputs, opsets)[0], strict=False):
         numbers = np.empty(places.shape, object)
         numbers.reshape(-1)[:] = [pool[int(place)] for place in places.reshape(-1)]
         results.append(sizes_of(numbers, kind, name))
@@ -489,7 +499,7 @@ def _computed(node: OnnxNode, values: Sequence[_Value]) -> np.ndarray:
     if node.op in _ARITHMETIC:
         result = arrays[0]
         for other in arrays[1:]:
-            result = _elementwise(lambda a, b: _arithmetic(node.op, a, b, integers), result, other)
+            result = _elementwise(lambda a, b: arithmetic(node.op, a, b, integers), result, other)
         return result
     if node.op in _COMPARISONS:
         return _elementwise(lambda a, b: _compared(node.op, a, b), *arrays)
@@ -498,7 +508,7 @@ def _computed(node: OnnxNode, values: Sequence[_Value]) -> np.ndarray:
     if node.op == "Abs":
         return _elementwise(absolute, arrays[0])
     if node.op == "Neg":
-        return _elementwise(lambda n: _arithmetic("Sub", 0, n, integers), arrays[0])
+        return _elementwise(lambda n: arithmetic("Sub", 0, n, integers), arrays[0])
     if node.op == "Cast":
         to_integer = _kind(node, values).kind in "iu"
         return _elementwise(lambda n: _cast(n, to_integer), arrays[0])
@@ -515,9 +525,20 @@ def _elementwise(function: Callable[..., Number], *arrays: np.ndarray) -> np.nda
     return result
 
 
-def _arithmetic(op: str, left: Number, right: Number, integers: bool) -> Number:
+def arithmetic(op: str, left: Number, right: Number, integers: bool) -> Number:
+    """Computes with two numbers.
+
+    Args:
+        op: the op in ONNX: Add, Sub, Mul, Div, Mod, Min or Max.
+        left: the first operand.
+        right: the second operand.
+        integers: whether both are integers in the file, whose quotients are rounded.
+
+    Raises:
+        SizeError: when one is a `Size`, and the result is no exact multiple of an integer.
+    """
     if isinstance(left, Size) or isinstance(right, Size):
-        return combine(op, left, right, integers)
+        return _combine(op, left, right, integers)
     if op == "Div":
         return int(left / right) if integers else left / right
     result: Number = _FUNCTIONS[op.lower()](left, right)
@@ -549,7 +570,7 @@ def _reduced(node: OnnxNode, arrays: Sequence[np.ndarray], integers: bool) -> np
         raise SizeError("reduces sizes along several axes")
     total: Number = numbers[0]
     for number in numbers[1:].tolist():
-        total = _arithmetic(_REDUCTIONS[node.op], total, number, integers)
+        total = arithmetic(_REDUCTIONS[node.op], total, number, integers)
     result = np.empty((1,) if node.attributes.get("keepdims", 1) else (), object)
     result.reshape(-1)[:] = [total]
     return result

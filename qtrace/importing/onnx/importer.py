@@ -21,6 +21,7 @@ from qtrace.importing.onnx.control_flow import SEQUENCE_OPS, expand, lower_seque
 from qtrace.importing.onnx.folding import (
     FOLDED,
     CannotEvaluate,
+    TooLarge,
     evaluate,
     fold_sizes,
     infer_shapes,
@@ -88,6 +89,7 @@ class Importer:
         opaque: the nodes that are kept as in the file.
         kept: the first outputs of these nodes.
         written: how many nodes its loops have written out.
+        grown: by how many elements computed constants exceed what they are computed of.
         makers: name of a tensor that is computed of stored ones -> its node.
         made: the name and the moves of a stored value -> the name of the tensor of which it has the numbers.
     """
@@ -108,7 +110,7 @@ class Importer:
         self.opaque = OpaqueNodes(self.layers)
         self.kept: set[str] = set()
         self._keepable, self._unlike = keepable, unlike
-        self.written = 0
+        self.written = self.grown = 0
         self._nan: set[TensorNode] = set()  # floats that may hold NaN, and what asks for it
         self.problems: list[str] = []
         self.makers: dict[str, onnx.NodeProto] = {}
@@ -252,7 +254,10 @@ class Importer:
             if any(isinstance(value, Sizes) for value in known):
                 return fold_sizes(node, known, self.opsets)
             arrays = [value.array if isinstance(value, Stored) else None for value in known]
-            results = evaluate(node, arrays, self.opsets)
+            results, grown = evaluate(node, arrays, self.opsets, self.grown)
+            self.grown = max(grown, self.grown)
+        except TooLarge as reason:
+            raise Contradiction(f"{reason}, more than qtrace stores") from reason
         except CannotEvaluate as reason:
             raise Refusal(str(reason)) from reason
         return [Stored(result, name) for name, result in zip(node.outputs, results, strict=False)]
@@ -392,7 +397,9 @@ class Importer:
             raise Contradiction(str(reason)) from reason
         for _, shape in inferred.values():
             if shape is not None and math.prod(shape) > MAX_ELEMENTS:
-                raise Refusal(f"would compute a tensor of the shape {list(shape)}, which no memory holds")
+                raise Contradiction(
+                    f"would compute a tensor of the shape {list(shape)}, which no memory holds"
+                )
         return inferred
 
     def _infer(

@@ -44,7 +44,7 @@ class Refusal(Exception):
 
 
 class Contradiction(Refusal):
-    """A node contradicts itself or the tensors that it reads, so that no runtime computes it."""
+    """A node contradicts itself or the tensors that it reads, or needs too much memory, in every runtime."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from qtrace.graph.origin import Move
 from qtrace.graph.types import TensorNode
 from qtrace.onnxfile.external_data import count_bytes, map_tensor, read_model, without_large_values
 from qtrace.onnxfile.fragment import FragmentTensor
-from qtrace.onnxfile.model import MAX_DEPTH, MAX_NODES, captured_names
+from qtrace.onnxfile.model import MAX_DEPTH, MAX_NODES, bodies_of, captured_names
 from qtrace.preparation.passes.quantized_file import StoredGrid
 from qtrace.storage.files import problem
 
@@ -389,8 +389,7 @@ def _all_nodes(
         raise ImportingError(f"{graph.name!r}: bodies and functions are nested more than {MAX_DEPTH} deep.")
     for node in graph.node:
         yield node
-        bodies = [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
-        bodies += [body for attribute in node.attribute for body in attribute.graphs]
+        bodies = list(bodies_of(node))
         called = functions.get((node.domain, node.op_type, node.overload))
         for body in bodies if called is None else [*bodies, called]:
             yield from _all_nodes(body, functions, depth + 1)

@@ -18,20 +18,6 @@ from qtrace.errors import ConfigError, QtraceError, install
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "ChannelRanges",
-    "Comparison",
-    "GroupComparison",
-    "GroupCost",
-    "Histogram",
-    "OutputComparison",
-    "Page",
-    "SiteComparison",
-    "db",
-    "origin",
-    "render",
-]
-
 
 @dataclass(frozen=True)
 class ChannelRanges:

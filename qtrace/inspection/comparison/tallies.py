@@ -23,8 +23,6 @@ from qtrace.observers.statistics import origin_of
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["AloneRun", "FloatRun", "OutputTallies", "QuantizedRun", "SiteTally", "clipped", "range_of"]
-
 _FIRST_BATCHES = 8  # that show the ranges of columns
 
 

@@ -29,8 +29,6 @@ from qtrace.preparation.prepare import plan_graph, read_request
 from qtrace.process import paused_collector
 from qtrace.scheme import QParams
 
-__all__ = ["Explanation", "explain"]
-
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Displayed):

@@ -9,8 +9,6 @@ from qtrace.inspection.explanation._table import Index
 from qtrace.preparation.annotation import ExprNote, Site
 from qtrace.storage.outputs import WRITTEN
 
-__all__ = ["to_dot"]
-
 _FILLS = {
     "int": "#a6d96a",
     "fused": "#d9ef8b",

@@ -16,8 +16,6 @@ from qtrace.errors import shorten_list
 from qtrace.inspection.explanation._table import Index
 from qtrace.preparation.annotation import ExprNote, PlacementNote
 
-__all__ = ["ConfigProposal", "Floats", "Proposals", "Summary"]
-
 _PACKAGED = "qtrace/recipes/"
 
 

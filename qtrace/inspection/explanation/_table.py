@@ -18,17 +18,6 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes.base import Left
 from qtrace.scheme import QParams
 
-__all__ = [
-    "Index",
-    "describe",
-    "describe_algorithms",
-    "describe_bias",
-    "describe_native",
-    "numbers",
-    "of_site",
-    "op_table",
-]
-
 
 def numbers(model: QuantizedModel) -> dict[str, QParams]:
     """Group -> its parameters, for every group of ``model`` that has been calibrated."""

@@ -21,8 +21,6 @@ from qtrace.preparation.annotation import DYNAMIC, ExprNote, Site, site_name
 from qtrace.preparation.float16 import Float16Choice
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["Changes", "Explainer", "NodeExplanation"]
-
 
 class Changes:
     """Replays the rules of a config for an op, to say what each changed.

@@ -23,9 +23,6 @@ from qtrace.ops import OpCall, Role
 from qtrace.preparation.annotation import Plan
 from qtrace.scheme import QScheme
 
-__all__ = ["GIVEN", "Choice", "Selector", "choose", "computes", "find_region", "tail"]
-
-
 # Matches the rules and the region of a config with the ops of a graph: by kind, name and structure.
 
 _TRANSPARENT_ROLES = (Role.CARRY, Role.CONCAT, Role.ACTIVATION, Role.NORM)

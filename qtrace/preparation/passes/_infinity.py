@@ -27,8 +27,6 @@ from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.numerics import GAP
 from qtrace.ops import OpCall, Role
 
-__all__ = ["INFINITE", "Infinity", "find_infinite", "infinity_of", "read_paddings"]
-
 INFINITE = "it reads or writes NaN or a number that stands for infinity, for which no integer stands"
 
 _FOR_ALL, _UNLESS_CALCULATED, _FOR_ORDER = 1e8, 1e4, 50.0

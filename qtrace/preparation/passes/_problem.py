@@ -17,9 +17,6 @@ from qtrace.preparation.passes._view import View
 from qtrace.preparation.passes.compose import PIECES
 from qtrace.preparation.placement.labelling import Layouts, Problem, Tensor, Unit
 
-__all__ = ["FloatLayouts", "PoolTimes", "add_pools", "build_problem", "has_pieces", "op_shape", "time_pools"]
-
-
 # The shapes of ops as cost tables know them, and the times of max pooling, which belongs to no unit.
 
 # Ops that read and write the plain layout.

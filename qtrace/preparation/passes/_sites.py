@@ -14,25 +14,6 @@ from qtrace.preparation.annotation import DynamicInput, Plan, Site, free_name
 from qtrace.preparation.passes._choices import Choice
 from qtrace.preparation.passes._view import View, distinct
 
-__all__ = [
-    "Chain",
-    "Chains",
-    "Placement",
-    "Request",
-    "Requests",
-    "Summand",
-    "find_chains",
-    "find_summands",
-    "find_weights",
-    "output_choice",
-    "output_plan",
-    "place_dynamic",
-    "place_sites",
-    "propagate_requests",
-    "tie_sites",
-]
-
-
 # Chains: the ops that a backend computes as one kernel, such as conv, norm and relu.
 
 

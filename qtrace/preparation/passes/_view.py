@@ -22,17 +22,6 @@ from qtrace.preparation.annotation import Plan
 from qtrace.preparation.passes._choices import GIVEN, Choice, choose, find_region
 from qtrace.preparation.passes._infinity import INFINITE, find_infinite, read_paddings
 
-__all__ = [
-    "INT_ROLES",
-    "STATIC",
-    "FloatCause",
-    "MixedRanges",
-    "Selecting",
-    "View",
-    "distinct",
-    "read_view",
-]
-
 STATIC = "it is computed only from shapes and constants"
 
 _SINGULAR = ("log", "sqrt", "pow", "div")

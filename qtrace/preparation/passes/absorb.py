@@ -41,9 +41,6 @@ from qtrace.preparation.passes.absorption import (
 from qtrace.preparation.passes.base import Left, PassResult
 from qtrace.preparation.passes.folding import affine, drop_dead_norms
 
-__all__ = ["AbsorptionPlan", "ConstantOp", "Planner", "absorb", "computed_constants", "read_constant_op"]
-
-
 # Reads an op with stored operands as a map ``x * gain + shift`` of its one computed operand.
 
 _STATISTICS = ("running_mean", "running_var", "weight", "bias")

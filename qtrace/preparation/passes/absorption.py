@@ -19,24 +19,6 @@ from qtrace.numerics import EXACT_INTEGERS
 from qtrace.ops import OpCall
 from qtrace.preparation.passes.folding import bias_shape, free_bias
 
-__all__ = [
-    "LAYERS",
-    "MOVES",
-    "BlockedError",
-    "Change",
-    "LayerChanges",
-    "LinearMap",
-    "change_of_input",
-    "change_of_result",
-    "element_places",
-    "identity_map",
-    "pass_backward",
-    "pass_forward",
-    "pull_back",
-    "push_forward",
-]
-
-
 # Maps ``x * gain + shift`` of a tensor, as arrays that broadcast to its shape.
 
 

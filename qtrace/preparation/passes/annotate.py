@@ -46,9 +46,6 @@ from qtrace.preparation.passes._view import STATIC, MixedRanges, View, distinct,
 from qtrace.preparation.passes.place import Placing
 from qtrace.scheme import QScheme
 
-__all__ = ["annotate", "annotate_view", "find_folds", "place_biases", "place_weights", "write_notes"]
-
-
 # Parameters: the sites of the layers' weights and biases, and the layers that fold their BatchNorm.
 
 

@@ -14,19 +14,6 @@ from qtrace.config.checking import Algorithm, algorithms
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.types import TracedModule
 
-__all__ = [
-    "FloatTask",
-    "Left",
-    "PassResult",
-    "Report",
-    "SiteNoise",
-    "change_float",
-    "copy_views",
-    "named_report",
-    "reads_samples",
-]
-
-
 # The result of a pass: its changes, and the candidates that it left unchanged.
 
 

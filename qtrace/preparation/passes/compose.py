@@ -32,9 +32,6 @@ from qtrace.ops import OpCall, Role
 from qtrace.ops.arguments import arguments
 from qtrace.preparation.passes.base import Left, PassResult
 
-__all__ = ["PIECES", "Pieces", "PiecesWriter", "compose_pieces", "drop_neutral", "write_pieces"]
-
-
 # Writes ops in pieces, and lists the activation functions whose pieces have integer kernels.
 
 

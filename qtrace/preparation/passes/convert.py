@@ -39,9 +39,6 @@ from qtrace.preparation.passes.insert import CONTAINER
 from qtrace.process import on_engine_thread
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["centre_ranges", "convert", "dtype_meta", "limit_ranges", "write_computed"]
-
-
 # The ranges that a target fixes, bounds or runs faster, for the qparams of a calibrated model.
 
 

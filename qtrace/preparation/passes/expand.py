@@ -33,9 +33,6 @@ from qtrace.graph.walk import exprs, owner, users
 from qtrace.ops import OpCall
 from qtrace.preparation.passes.base import Left, PassResult
 
-__all__ = ["RECURRENT", "align_biases", "expand", "expand_recurrent", "find_recurrent_obstacle"]
-
-
 # Expands MegEngine's recurrent layers: layers to one function of their parameters, cells to linear layers.
 
 

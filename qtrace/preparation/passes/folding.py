@@ -29,18 +29,6 @@ from qtrace.ops import OpCall
 from qtrace.preparation.passes._infinity import find_infinite
 from qtrace.preparation.passes.base import Left, PassResult
 
-__all__ = [
-    "Affine",
-    "affine",
-    "bias_shape",
-    "drop_dead_norms",
-    "fold_affine",
-    "free_bias",
-    "fuse_bn",
-    "fuse_scale",
-]
-
-
 # Folds BatchNorm into the conv or linear layer before it.
 
 # Kinds of layers that take what follows them.

@@ -25,8 +25,6 @@ from qtrace.observers.base import Observer
 from qtrace.preparation.annotation import Annotation, Fold, Plan, Site, free_name, value_name
 from qtrace.preparation.passes.base import PassResult
 
-__all__ = ["CONTAINER", "headline", "insert"]
-
 # The attribute of the prepared module below which all fake quants live.
 CONTAINER = "qsites"
 

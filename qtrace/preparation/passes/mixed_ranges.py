@@ -44,9 +44,6 @@ from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.preparation.placement.trials import Trials
 from qtrace.scheme import QScheme
 
-__all__ = ["find_mixed_ranges", "leave_selecting"]
-
-
 _LEAST_LEVELS = 32  # of a grid, 5 bits: a part with fewer is nearly lost
 # The ratio of ranges at which 8 bits keep these: more alike parts lose their levels to a narrow scheme.
 _LIKE = (np.iinfo(np.uint8).max + 1) / _LEAST_LEVELS

@@ -26,21 +26,6 @@ from qtrace.preparation.annotation import Annotation, Site
 from qtrace.preparation.model import NativeScale, QuantizedModel
 from qtrace.scheme import QParams, QScheme
 
-__all__ = [
-    "Fit",
-    "Located",
-    "NativeParameters",
-    "Origin",
-    "bring_scales",
-    "fit",
-    "locate",
-    "set_ranges",
-    "span",
-    "without_changed_layers",
-    "without_refitting",
-]
-
-
 # Finds the nodes and parameters of a graph that the scales of its model belong to.
 
 # The algorithms of a config that leave trained weights as they are, apart from the BatchNorms behind them.

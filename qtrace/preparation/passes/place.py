@@ -38,17 +38,6 @@ from qtrace.preparation.placement.labelling import (
     find_float_results,
 )
 
-__all__ = [
-    "Placing",
-    "execute",
-    "place",
-    "read_table",
-    "tied",
-    "write_activations",
-    "write_note",
-    "write_same_activations",
-]
-
 _NO_NOISE = 1e-9  # of the outputs' power, 90 dB below: what is left when differences of sums are 0
 
 

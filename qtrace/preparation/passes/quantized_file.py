@@ -35,18 +35,6 @@ from qtrace.preparation.passes.insert import insert
 from qtrace.preparation.phases import switch_phase
 from qtrace.scheme import QParams, QScheme
 
-__all__ = [
-    "FileRounding",
-    "FileRoundings",
-    "Mark",
-    "Schemes",
-    "StoredGrid",
-    "decide",
-    "quantize_as_file",
-    "take_marks",
-]
-
-
 # A rounding that is given: the grid of a tensor, and the module that marks it in a traced graph.
 
 

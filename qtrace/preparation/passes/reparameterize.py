@@ -24,8 +24,6 @@ from qtrace.ops import OpCall
 from qtrace.preparation.passes.base import Left, PassResult
 from qtrace.preparation.passes.folding import affine, drop_dead_norms, free_bias
 
-__all__ = ["reparameterize"]
-
 
 @dataclass(frozen=True)
 class _Branch:

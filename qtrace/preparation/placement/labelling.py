@@ -16,29 +16,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-__all__ = [
-    "LEAST_GAIN",
-    "WORTHLESS_DB",
-    "Cuts",
-    "Energy",
-    "Layouts",
-    "Neighbourhoods",
-    "Point",
-    "Problem",
-    "Tensor",
-    "Unit",
-    "choose_balanced",
-    "choose_fastest",
-    "evaluate",
-    "find_float_results",
-    "find_frontier",
-    "gains",
-    "in_float",
-    "minimize",
-    "price",
-]
-
-
 # The placement of a graph as a problem: the costs of every op and tensor in float and on integers.
 
 

@@ -32,8 +32,6 @@ from qtrace.graph.types import CallFunction, Expr, Input, Node, TensorNode, Trac
 from qtrace.graph.walk import exprs, is_float_tensor, owner, reads_shape, tensor_inputs
 from qtrace.numerics import EXACT_INTEGERS
 
-__all__ = ["Arguments", "EndGroup", "MeasuredRun", "Run", "find_end_groups", "is_roi_align", "with_slopes"]
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _SYNTHETIC_BATCHES = 2

@@ -45,8 +45,6 @@ from qtrace.preparation.placement.reference import (
 )
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["RoundingTrial", "Trials", "estimate_noise"]
-
 
 def estimate_noise(
     run: MeasuredRun, qparams: Mapping[Node, QParams], weights: Mapping[Expr, tuple[Node, Tensor]]

@@ -20,16 +20,6 @@ from qtrace.data.batches import HELD_EVERY
 from qtrace.errors import CalibrationError
 from qtrace.ptq.layers.quantized import LayerTwins, QuantizedLayer, per_channel
 
-__all__ = [
-    "Gain",
-    "OutputErrors",
-    "compare",
-    "gain_text",
-    "held_back",
-    "layer_errors",
-    "summed",
-]
-
 _BOOTSTRAP_SAMPLES = 200
 _SUPPORT = 0.9
 

@@ -29,8 +29,6 @@ from qtrace.process import count_threads
 from qtrace.ptq.base import Batches, SiteNoise
 from qtrace.ptq.layers.scaling import rounded_weight
 
-__all__ = ["CalibrationOutputs", "RandomOutputs", "output_errors"]
-
 # The errors of MegEngine and the interpreter for inputs that a graph does not accept.
 _REFUSALS = (QtraceError, *ENGINE_ERRORS)
 

@@ -21,18 +21,6 @@ from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
 from qtrace.ptq.base import CalibratedTask, Left
 
-__all__ = [
-    "KEPT_NORM",
-    "LAYERS",
-    "LayerTwins",
-    "QuantizedLayer",
-    "call_groups",
-    "calls_by_weight",
-    "per_channel",
-    "quantized_layers",
-    "write",
-]
-
 # The reason for leaving a layer whose BatchNorm is not folded.
 KEPT_NORM = "its BatchNorm is kept in training; fuse_bn in ptq folds it"
 

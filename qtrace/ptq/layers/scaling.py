@@ -26,22 +26,6 @@ from qtrace.ptq.layers.held_back import Gain, OutputErrors, gain_text
 from qtrace.ptq.layers.quantized import LAYERS, QuantizedLayer, calls_by_weight, write
 from qtrace.scheme import QScheme
 
-__all__ = [
-    "THROUGH",
-    "ChannelGroup",
-    "Parameters",
-    "add_biases",
-    "channel_groups",
-    "correct_bias",
-    "factors",
-    "input_axes",
-    "move_bias",
-    "precision",
-    "rounded_weight",
-    "site_sqnr",
-    "weight_sqnr",
-]
-
 # A correction is a multiple of this share (as a power of two) of the error of the output.
 _STEP_BITS = 12
 

@@ -13,21 +13,6 @@ from qtrace.numerics import round_to
 from qtrace.process import Together
 from qtrace.scheme import QParams
 
-__all__ = [
-    "DAMPINGS",
-    "MAX_JOINT_INPUTS",
-    "Grid",
-    "SecondMoments",
-    "added",
-    "correction",
-    "grouped",
-    "nearest",
-    "parts",
-    "ridge",
-    "rounded",
-    "rounded_groups",
-]
-
 # Columns that are rounded before the others are updated, in one large matrix product; and those before the
 # others of their block are: one by one, updates are bound by memory.
 _BLOCK_COLUMNS = 128

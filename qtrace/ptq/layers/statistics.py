@@ -21,16 +21,6 @@ from qtrace.ptq.layers.held_back import OutputErrors, held_back
 from qtrace.ptq.layers.quantized import QuantizedLayer, call_groups
 from qtrace.ptq.layers.second_order import MAX_JOINT_INPUTS, SecondMoments, added, grouped, parts
 
-__all__ = [
-    "HELD",
-    "StatisticsCollector",
-    "WeightErrors",
-    "draw_positions",
-    "products",
-    "read_rows",
-    "result_rows",
-]
-
 # One of as many positions in the padding is set to 0 by itself; more of them with all others.
 _FEW = 24
 

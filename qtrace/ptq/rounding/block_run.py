@@ -23,21 +23,6 @@ from qtrace.ptq.base import CalibratedTask, Noise
 from qtrace.ptq.layers.quantized import LayerTwins, QuantizedLayer
 from qtrace.scheme import QParams
 
-__all__ = [
-    "Block",
-    "BlockData",
-    "BlockGradients",
-    "BlockRun",
-    "DescentSettings",
-    "MegEngineGradients",
-    "SoftRounding",
-    "anneal",
-    "bottlenecks",
-    "single_layers",
-    "structural_blocks",
-]
-
-
 # The steps of learned rounding: what is drawn for a step, and the loss of a block with its gradients.
 
 

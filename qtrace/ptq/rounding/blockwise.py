@@ -36,13 +36,6 @@ from qtrace.ptq.rounding.block_run import (
 )
 from qtrace.storage.checkpoints import hash_arrays
 
-__all__ = [
-    "LearnedRounding",
-    "learn",
-    "learn_block",
-]
-
-
 # Learns the roundings and activation scales of blocks on the float graph's outputs, by gradient descent.
 
 # Both engines agree on a step if the loss differs by no more than this share, and no gradient by more than

@@ -17,6 +17,7 @@ import megengine.functional as F
 import numpy as np
 
 from qtrace.errors import GraphError
+from qtrace.export.converted import index_parts
 from qtrace.gradients import plain
 from qtrace.graph import functions
 from qtrace.targets.msc.document import MSCNode, MSCTensor
@@ -500,15 +501,12 @@ def _read_tuple(c: Calls) -> None:
 
 def _slices(node: MSCNode, index: Any) -> dict[int, slice]:
     """Returns axis -> its slice of an index; nothing for an index of anything but slices of numbers."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    rest = node.inputs[0].ndim - len(items) + 1
-    if Ellipsis in [item for item in items if item is Ellipsis] and rest >= 0:
-        place = next(i for i, item in enumerate(items) if item is Ellipsis)
-        items[place : place + 1] = [slice(None)] * rest
-    parts = [(own.start, own.stop, own.step) for own in items if isinstance(own, slice)]
-    if len(parts) < len(items) or not all(n is None or type(n) is int for own in parts for n in own):
+    parts = index_parts(index, node.inputs[0].ndim)
+    slices = [part.value for part in parts if isinstance(part.value, slice)]
+    numbers = [n for own in slices for n in (own.start, own.stop, own.step)]
+    if len(slices) < len(parts) or not all(n is None or type(n) is int for n in numbers):
         return {}
-    return {axis: own for axis, own in enumerate(items) if own != slice(None)}
+    return {part.axis: part.value for part in parts if not part.whole}
 
 
 def _write_slices(node: MSCNode, a: Attributes) -> Attributes:

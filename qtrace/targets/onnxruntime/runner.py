@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from qtrace.benchmarking.profile import NodeRun, ProfiledSession
 from qtrace.benchmarking.runners import Load, RunnerSettings, fixed_shape, random_values
 from qtrace.errors import ExportError
-from qtrace.onnxfile.local_session import SessionError, SessionSettings
+from qtrace.onnxfile.local_session import SessionError, SessionSettings, dtype_of
 from qtrace.onnxfile.sessions import open_session
 
 __all__ = ["LOAD", "OnnxRunner"]
-
-_TYPES = {"float": "float32", "double": "float64", "float16": "float16"}
 
 
 class OnnxRunner:
@@ -33,14 +29,12 @@ class OnnxRunner:
         self.in_thread = settings.threads == 1 and settings.host is None
         self._feeds = {}
         for info in self._session.inputs:
-            name = info.type.removeprefix("tensor(").removesuffix(")")
-            try:
-                kind = np.dtype(_TYPES.get(name, name))
-            except TypeError:
+            kind = dtype_of(info.type)
+            if kind is None:
                 raise ExportError(
                     f"input {info.name!r} of {path} has type {info.type}: only tensors of numbers "
                     "can be filled."
-                ) from None
+                )
             self._feeds[info.name] = random_values(fixed_shape(info.name, info.shape, settings), kind)
         self.shapes = {name: value.shape for name, value in self._feeds.items()}
         self.samples = next((shape[0] for shape in self.shapes.values() if shape), 1)

@@ -52,7 +52,11 @@ EXCLUDED_OPDEFS = allowlist._names(
         """
     }
 )
-LISTS = [name for name in allowlist.__all__ if name.isupper() and name != "TENSOR_METHODS"]
+LISTS = [
+    name
+    for name, value in vars(allowlist).items()
+    if isinstance(value, frozenset) and not name.startswith("_") and name != "TENSOR_METHODS"
+]
 
 
 def key_of(member):

@@ -20,7 +20,7 @@ from qtrace.graph import lint
 from qtrace.graph.interface import read_interface
 from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.walk import owner
-from qtrace.importing.onnx import control_flow
+from qtrace.importing.onnx import control_flow, folding
 from qtrace.importing.onnx.ops import moves
 from qtrace.onnxfile import model as onnx_model
 from tests.each import each_of
@@ -572,6 +572,25 @@ def test_loops_share_one_limit(tmp_path, monkeypatch):
     for depth, trips in ((2, 10), (1, 10**9)):
         path = save(model(nested_loops(depth, trips), **ends), tmp_path, "long.onnx")
         with pytest.raises(ImportingError, match="its loops run more than 200 nodes: shorten or cut them"):
+            qtrace.from_onnx(path)
+
+
+def test_constants_that_a_file_computes_share_one_limit(tmp_path, monkeypatch):
+    """What grows counts, over all nodes; what only moves or converts numbers does not."""
+    monkeypatch.setattr(folding, "_MAX_STORED", 100)
+    stored = {"c": np.ones(40, np.float32), "two": np.array([2])}
+    moved = [node("Neg", end, f"{end}n") for end in ("c", "cn", "cnn", "cnnn")]
+    for nodes, fits in (
+        ([*moved, node("Tile", "cnnnn two", "t")], True),
+        ([node("Concat", "c c", "u", axis=0), node("Concat", "u u", "t", axis=0)], False),
+        ([node("Tile", "c two", f"t{i}") for i in range(3)] + [node("Identity", "t2", "t")], False),
+    ):
+        nodes += [node("ReduceSum", "t", "k", keepdims=0), node("Add", "x k", "y")]
+        path = save(model(nodes, {"x": ["n", 4]}, stored=stored), tmp_path)
+        if fits:
+            check_equal(path, qtrace.from_onnx(path), {"x": np.ones((2, 4), np.float32)})
+            continue
+        with pytest.raises(ImportingError, match=r"constant of the shape \[\d+\], more than qtrace stores\.$"):
             qtrace.from_onnx(path)
 
 

@@ -40,8 +40,6 @@ from qtrace.graph.walk import exprs, op_label, owner
 from qtrace.learning import Adam, LearningEngine, LearningStep, UnsupportedError
 from qtrace.ops import OpCall, Role, read, unsupported
 
-__all__ = ["FORMS", "TorchAdam", "TorchEngine", "TorchGraph", "torch_engine"]
-
 Form = Callable[..., Any]
 
 

@@ -25,23 +25,6 @@ from qtrace.fakequant.pact import PACTFakeQuant
 from qtrace.fakequant.tqt import TQTFakeQuant
 from qtrace.numerics import SMALLEST_NORMAL, SMALLEST_SCALE, SMALLEST_SHARE
 
-__all__ = [
-    "MODULES",
-    "absolute",
-    "bias_quant",
-    "bn_fold",
-    "clip",
-    "dynamic_quant",
-    "fake_quant",
-    "larger",
-    "positive",
-    "quant_dequant",
-    "shaped",
-    "smaller",
-    "stored_parameters",
-    "straight_through",
-]
-
 _CACHED = 2**16  # values that stay in a core's cache
 _LARGEST = torch.finfo(torch.float32).max
 

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as TF
 
-__all__ = ["FORMS", "LAYERS", "batch_norm", "moved"]
-
 Form = Callable[..., Any]
 """Computes an op from its inputs and keyword arguments (``weight``, ``bias`` and the attributes)."""
 

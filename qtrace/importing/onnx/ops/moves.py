@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from qtrace.importing.onnx.call import Call, Lowering
-from qtrace.importing.onnx.folding import Number, Size, combine, product, value_at, whole
+from qtrace.importing.onnx.folding import Number, Size, arithmetic, product, value_at, whole
 from qtrace.importing.onnx.model import Computed, Stored, is_float
 
 __all__ = [
@@ -394,14 +394,7 @@ def _depth_to_space(call: Call) -> Any:
 def _image_sizes(call: Call, op: str, block: int) -> list[Any]:
     """Returns height and width of an image as arguments, and both multiplied or divided by ``block``."""
     sizes: list[Number] = [call.size(0, 2), call.size(0, 3)]
-    changed: list[Number] = [
-        combine(op, size, block, True)
-        if isinstance(size, Size)
-        else size * block
-        if op == "Mul"
-        else size // block
-        for size in sizes
-    ]
+    changed = [arithmetic(op, size, block, True) for size in sizes]
     return [call.layers.size(size) for size in (*sizes, *changed)]
 
 

@@ -184,10 +184,7 @@ def _scatter_nd(call: Call) -> Any:
     depth = index.shape[-1] if index.ndim else 0
     if not 1 <= depth <= len(shape):
         call.contradict(f"has an index of the shape {list(index.shape)} for data of the shape {list(shape)}")
-    sizes = np.array(shape[:depth])
-    places = np.where(index < 0, index + sizes, index)
-    if (places < 0).any() or (places >= sizes).any():
-        call.contradict("writes to places that its data do not have")
+    places = _places(call, np.array(shape[:depth]))
     inner = math.prod(shape[depth:])
     first = np.ravel_multi_index(tuple(np.moveaxis(places, -1, 0)), shape[:depth]) * inner
     return _scattered(call, shape, first.reshape(-1, 1) + np.arange(inner))
@@ -201,7 +198,7 @@ def _fixed_shape(call: Call) -> tuple[int, ...]:
     return call.shape(0)
 
 
-def _places(call: Call, size: int) -> np.ndarray:
+def _places(call: Call, size: int | np.ndarray) -> np.ndarray:
     index = call.array(1)
     places = np.where(index < 0, index + size, index)
     if (places < 0).any() or (places >= size).any():

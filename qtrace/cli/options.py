@@ -33,6 +33,7 @@ __all__ = [
     "allow_code",
     "allowed_classes",
     "collecting",
+    "command",
     "data",
     "derived",
     "dumped",
@@ -52,7 +53,9 @@ __all__ = [
 ]
 
 
-class _Example(click.Command):
+class Command(click.Command):
+    """A command whose help ends with an example."""
+
     def __init__(self, *args: Any, example: str, **kwargs: Any) -> None:
         kwargs.setdefault("no_args_is_help", True)
         super().__init__(*args, **kwargs)
@@ -78,12 +81,15 @@ class _Example(click.Command):
                 formatter.write(f"  {line.strip()}\n")
 
 
-class Command(_Example):
-    """A command with an example."""
+class Group(Command, click.Group):
+    """A group of commands whose help ends with an example."""
+
+    command_class = Command
 
 
-class Group(_Example, click.Group):
-    """A group of commands with an example."""
+def command(name: str | None = None, **settings: Any) -> Callable[..., Any]:
+    """Makes a `Command` of a function; see `click.command`."""
+    return click.command(name, cls=Command, **settings)
 
 
 runtime = click.option(

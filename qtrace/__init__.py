@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from qtrace.display import shorten_modules
+from qtrace.errors import missing_package
 from qtrace.process import paused_collector
 
 if TYPE_CHECKING:
@@ -145,8 +146,11 @@ _WITHOUT_ENGINE = {
 
 
 def __getattr__(name: str) -> Any:
-    with paused_collector():
-        value = _load(name)
+    try:
+        with paused_collector():
+            value = _load(name)
+    except ModuleNotFoundError as error:
+        raise missing_package(error) from None
     globals()[name] = value
     return value
 

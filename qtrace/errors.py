@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 SHOWN_NAMES = 3  # of a list within a sentence
 SHOWN_LINES = 20  # of a list of problems, or of lines that a report prints
@@ -81,6 +83,15 @@ class TrainingError(QtraceError):
     """A fine-tuning cannot begin, or its loss is not finite."""
 
 
+@contextmanager
+def refusing(kind: type[QtraceError], subject: object, action: str) -> Iterator[None]:
+    """Says of an error of the system what cannot be done, such as ``written``, to a file or folder."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{subject} cannot be {action}: {error.strerror or error}.") from error
+
+
 def shorten_list(entries: Iterable[object], separator: str = ", ", limit: int = SHOWN_NAMES) -> str:
     """Joins the first entries for a message, and says how many more there are."""
     texts = list(map(str, entries))
@@ -98,3 +109,15 @@ def install(extra: str) -> str:
         extra: the extra, as ``pyproject.toml`` names it.
     """
     return f"pip install -e '.[{extra}]' in the checkout of qtrace"
+
+
+def missing_package(error: ModuleNotFoundError) -> Exception:
+    """Returns the error for a package of an extra that is not installed; ``error`` itself for any other."""
+    from importlib import metadata
+
+    package = (error.name or "").partition(".")[0].replace("_", "-")
+    for line in metadata.requires("qtrace") or ():
+        required = re.match(r'([\w.-]+).*extra == "([\w-]+)"', line)
+        if required and required[1].replace("_", "-") == package:
+            return QtraceError(f"the package {package} is not installed: run {install(required[2])}.")
+    return error

@@ -27,6 +27,7 @@ from tests.each import each_of
 NOTHING = (frozenset(), frozenset(), "", frozenset(), 1, 4, 4)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_committed_weights_reach_the_stated_accuracy(name):
     stated = json.loads((subjects.WEIGHTS / f"{name}.json").read_text())
@@ -44,6 +45,7 @@ def test_parts_of_the_data_are_disjoint():
     assert len(set().union(*images)) == sum(map(len, images))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_native_twin_computes_the_same(name):
     subject = subjects.subject(name, quick=True)

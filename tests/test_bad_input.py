@@ -273,6 +273,7 @@ DATA = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("command", DATA_READERS)
 @pytest.mark.parametrize("name", DATA)
 def test_data_of_other_commands(name: str, command: str, place: Path) -> None:

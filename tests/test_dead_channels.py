@@ -122,6 +122,7 @@ def test_every_observer_takes_a_dead_tensor_for_zeros(name: str, size: float) ->
     assert dead.qparams().scale == zeros.qparams().scale
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", NETS)
 def test_calibration_of_dead_parts_is_exact_enough(kind: str) -> None:
     module = NETS[kind]()
@@ -136,6 +137,7 @@ def test_calibration_of_dead_parts_is_exact_enough(kind: str) -> None:
 # -- learned scales ------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(3)
 @pytest.mark.usefixtures("synchronous")
 @pytest.mark.parametrize("kind", ["channel", "no bias", "tensor"])
 @pytest.mark.parametrize("fakequant", known("qtrace.fakequant"))
@@ -171,6 +173,7 @@ def test_a_norm_that_trains_may_have_a_dead_channel() -> None:
     assert SMALLEST_SHARE * 0.99 <= scale[1] / scale.max() <= SMALLEST_SHARE * 1.01
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["channel", "no bias", "tensor"])
 @pytest.mark.parametrize("jit", [False, True])
 def test_fine_tuning_with_learned_scales_takes_its_steps(kind: str, jit: bool) -> None:
@@ -189,6 +192,7 @@ def test_scales_below_the_smallest_are_raised_where_they_are_set() -> None:
 # -- what works with calibrated graphs -----------------------------------------------------------------
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megengine.jit import trace as jit_trace
 from megengine.optimizer import SGD
 
 import qtrace
-from qtrace import QConfig
+from qtrace import QConfig, QParams
 from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError
 from qtrace.graph.lint import lint
 from qtrace.graph.types import TracedModule
@@ -48,8 +49,13 @@ def _small() -> M.Module:
     )
 
 
+@functools.cache
+def _traced() -> TracedModule:
+    return qtrace.trace(_small(), BATCHES[0], check=False)
+
+
 def _prepared(calibrated: bool = True, **config: Any) -> TracedModule:
-    prepared = qtrace.prepare(qtrace.trace(_small(), BATCHES[0], check=False), QConfig(**config))
+    prepared = qtrace.prepare(_traced(), QConfig(**config))
     return qtrace.calibrate(prepared, BATCHES, progress=False) if calibrated else prepared
 
 
@@ -117,6 +123,7 @@ def test_prepare_refuses_what_it_cannot_take() -> None:
 # -- calibrate -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("observer", ["minmax", "moving_average", "percentile", "mse"])
 def test_every_observer_calibrates_and_output_stays_close(observer: str) -> None:
     prepared = _prepared(observers={"activation": observer, "weight": "minmax"})
@@ -126,7 +133,12 @@ def test_every_observer_calibrates_and_output_stays_close(observer: str) -> None
     assert _sqnr(_small()(X).numpy(), prepared(X).numpy()) > floor
 
 
-@pytest.mark.parametrize("form", ["tensor", "array", "tuple", "list", "dict", "generator"])
+@functools.cache
+def _expected() -> list[QParams]:
+    return [fq.qparams() for fq in fake_quants(_prepared())]
+
+
+@each_of("form", ["tensor", "array", "tuple", "list", "dict", "generator"])
 def test_batches_in_every_form_give_the_same_parameters(form: str) -> None:
     make = {
         "tensor": lambda b: mge.Tensor(b),
@@ -138,8 +150,7 @@ def test_batches_in_every_form_give_the_same_parameters(form: str) -> None:
     }[form]
     batches = (make(b) for b in BATCHES) if form == "generator" else [make(b) for b in BATCHES]
     prepared = qtrace.calibrate(_prepared(calibrated=False), batches, progress=False)
-    expected = [fq.qparams() for fq in fake_quants(_prepared())]
-    assert [fq.qparams() for fq in fake_quants(prepared)] == expected
+    assert [fq.qparams() for fq in fake_quants(prepared)] == _expected()
 
 
 def test_max_batches_and_a_second_calibration_start_anew() -> None:
@@ -170,6 +181,7 @@ def test_not_finite_values_name_site_and_batch(bad: float) -> None:
         qtrace.calibrate(_prepared(calibrated=False), batches, progress=False)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "batch", [np.zeros((2, 5, 16, 16), np.float32), (BATCHES[0], BATCHES[0]), np.array(["a"]), [[1, 2], [3]]]
 )

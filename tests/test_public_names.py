@@ -190,7 +190,18 @@ x = np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype("float32")
 prepared = qtrace.prepare(qtrace.trace(M.Sequential(M.Conv2d(3, 4, 3), M.ReLU()), x), "w8a8")
 qtrace.calibrate(prepared, [x], progress=False)
 print(qtrace.explain(qtrace.convert(prepared)).summary())
+for name in ("quantize", "from_onnx", "check"):
+    try:
+        getattr(qtrace, name)
+    except qtrace.QtraceError as error:
+        print(error)
+from qtrace.cli.program import main
+sys.argv = ["qtrace", "check", sys.executable, "--target", "onnxruntime"]
+sys.exit(main())
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 2, result.stderr
     assert "int" in result.stdout
+    missing = "the package onnx is not installed: run pip install -e '.[onnx]' in the checkout of qtrace."
+    assert result.stdout.count(missing) == 3
+    assert result.stderr.endswith(f"error: {missing}\n")

@@ -62,13 +62,17 @@ class Command(click.Command):
         self.example = example
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Refuses an empty argument, such as a shell's variable that is not set; else parses them."""
+        """Parses arguments; refuses an empty one, such as a shell variable that is not set, and NaN."""
         for before, text in itertools.pairwise(["", *args]):
             if not text or (text.startswith("--") and text.endswith("=")):
                 flag = text[:-1] or before
                 name = flag if flag.startswith("-") else "an argument"
                 raise click.UsageError(f"{name} is empty: give a value, or leave it out.", ctx)
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        for option in self.params:
+            if isinstance(value := ctx.params.get(option.name or ""), float) and math.isnan(value):
+                raise click.BadParameter("NaN passes every bound: give a number.", ctx, option)
+        return rest
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the example without wrapping, unlike an epilog."""
@@ -352,15 +356,6 @@ class NamedShapeType(click.ParamType):
         return name, ShapeType().convert(shape, param, ctx)
 
 
-class _Seconds(click.FloatRange):
-    """A number of seconds; refuses NaN, which passes every bound."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if math.isnan(seconds := super().convert(value, param, ctx)):
-            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
-        return seconds
-
-
 def file_or_folder() -> click.Path:
     """A path as a Path; commands check it where they use it, with clearer messages."""
     return click.Path(path_type=Path)
@@ -604,7 +599,7 @@ def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--checkpoint-seconds",
             "seconds",
-            type=_Seconds(0),
+            type=click.FloatRange(0),
             default=60.0,
             show_default=True,
             help="Seconds between checkpoints.",

@@ -22,7 +22,7 @@ from qtrace.cli.networks import import_onnx, inspect, trace
 from qtrace.cli.quantizing import calibrate, quantize
 from qtrace.cli.recipes import recipes
 from qtrace.cli.reports import compare, explain, sensitivity
-from qtrace.errors import QtraceError, Terminated
+from qtrace.errors import QtraceError, Terminated, missing_package
 from qtrace.plugins import installed, load_object
 
 __all__ = ["group", "main"]
@@ -175,6 +175,7 @@ def _report_interrupt() -> int:
 
 def _report_error(error: Exception) -> int:
     """Prints a message for ``error`` and returns the exit code."""
+    error = missing_package(error) if isinstance(error, ModuleNotFoundError) else error
     if isinstance(error, QtraceError):
         message = as_flags(f"error: {' '.join(str(error).split())}", group)
         return _report_mistake(message, error.exit_code)

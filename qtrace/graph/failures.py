@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
@@ -182,6 +183,21 @@ def short(error: BaseException) -> str:
     text = " ".join(str(error).split("backtrace:")[0].split())
     text = re.sub(r" failed at \S+:\d+:.*?(extra message:|$)", r" failed; \1", text).rstrip("; ")
     return f"{type(error).__name__}: {text[:300]}"
+
+
+def copy_module(source: Module, problem: str) -> Module:
+    """Copies ``source`` with its tensors.
+
+    Raises:
+        TraceError: when it cannot be copied, with the ``problem`` that this is.
+    """
+    try:
+        return copy.deepcopy(source)
+    except Exception as error:
+        raise TraceError(
+            f"{type(source).__name__} cannot be copied, so {problem}; take what cannot be copied out of its "
+            f"attributes ({short(error)})."
+        ) from error
 
 
 def describe_failure(expr: Expr, inputs: Sequence[Any], error: Exception, advice: str = "") -> str:

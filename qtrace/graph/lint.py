@@ -24,7 +24,7 @@ from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import GraphError, shorten_list
 from qtrace.graph.renewal import find_false_types
-from qtrace.graph.walk import op_label, signature
+from qtrace.graph.walk import check_traced, op_label, signature
 from qtrace.process import on_engine_thread
 
 LEFTOVERS = frozenset({"dead-expr", "stale-module", "stale-tensor"})
@@ -84,8 +84,7 @@ def lint(traced: TracedModule, types: bool = True) -> list[LintProblem]:
     Raises:
         GraphError: when ``traced`` is not a traced module.
     """
-    if not isinstance(traced, TracedModule):
-        raise GraphError(f"lint takes a TracedModule, not {type(traced).__name__}.")
+    check_traced(traced, "lint takes")
     reached: set[int] = set()
     visited: set[int] = set()
     problems: list[LintProblem] = []

@@ -120,3 +120,9 @@ def test_weights_beside_a_file_belong_to_whom_the_file_does(traced, tmp_path):
     assert not Path(tmp_path / "net.param").exists()
     for force in (True, False):
         qtrace.export(traced, tmp_path / "net.param", force=force)
+
+
+def test_a_file_that_ends_within_its_producer_is_no_onnx_file_of_qtrace(tmp_path):
+    """Field 2 of an ONNX model, whose length of 100 bytes is more than the file has."""
+    (tmp_path / "net.onnx").write_bytes(b"\x12\x64qtrace")
+    assert foreign(tmp_path / "net.onnx")

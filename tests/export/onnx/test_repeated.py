@@ -58,20 +58,33 @@ FORMS = {
 }
 
 
-@each_of("form", FORMS)
-def test_what_the_source_computes_is_written_computed(form: str, tmp_path: Path) -> None:
-    nodes, stored = FORMS[form]
-    nodes = [*nodes, node("Add", "x e", "y")]
-    source = save(model(nodes, {"x": ["n", 4, 32, 32]}, stored=stored, opset=14), tmp_path)
+def _next_to_each_other() -> tuple[list[onnx.NodeProto], dict[str, np.ndarray]]:
+    """All forms, each added to the one input: the nodes and the tensors, with the number of the form."""
+    nodes, tensors = list[onnx.NodeProto](), dict[str, np.ndarray]()
+    for number, (own, stored) in enumerate(FORMS.values()):
+        tensors |= {f"{name}{number}": array for name, array in stored.items()}
+        for each in (*own, node("Add", "x e", "y")):
+            nodes.append(copied := onnx.NodeProto())
+            copied.CopyFrom(each)
+            copied.input[:] = [name if name == "x" else f"{name}{number}" for name in each.input]
+            copied.output[:] = [f"{name}{number}" for name in each.output]
+    return nodes, tensors
+
+
+def test_what_the_source_computes_is_written_computed(tmp_path: Path) -> None:
+    nodes, stored = _next_to_each_other()
+    outputs = [f"y{number}" for number in range(len(FORMS))]
+    source = save(model(nodes, {"x": ["n", 4, 32, 32]}, outputs, stored=stored, opset=14), tmp_path)
     data = np.random.default_rng(1).normal(size=(8, 4, 32, 32)).astype(np.float32)
     qtrace.export(qtrace.from_onnx(source, {"x": data.shape}), tmp_path / "float.onnx")
     qtrace.quantize(source, data, tmp_path / "int8.onnx", recipe="w8a8", progress=False, measure=False)
-    expected = onnxruntime.InferenceSession(source).run(None, {"x": data})[0]
+    expected = onnxruntime.InferenceSession(source).run(None, {"x": data})
     for name, tolerance in (("float.onnx", 1e-6), ("int8.onnx", 0.02)):
         file = onnx.load(tmp_path / name)
         assert max(np.prod(tensor.dims) for tensor in file.graph.initializer) <= 256
-        result = onnxruntime.InferenceSession(tmp_path / name).run(None, {"x": data})[0]
-        assert np.abs(result - expected).mean() <= tolerance * np.abs(expected).max()
+        results = onnxruntime.InferenceSession(tmp_path / name).run(None, {"x": data})
+        for form, result, wanted in zip(FORMS, results, expected, strict=True):
+            assert np.abs(result - wanted).mean() <= tolerance * np.abs(wanted).max(), form
 
 
 ADDED = node("Add", "x e", "y")

@@ -181,7 +181,7 @@ def test_a_planted_violation_is_found_at_its_node(kind: str, tmp_path: Path) -> 
     assert f"{case.rule} (" in report.text()
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("kind", [kind for kind, case in CASES.items() if case.fixed])
 def test_a_repaired_file_keeps_the_contract_and_runs(kind: str, tmp_path: Path) -> None:
     case = CASES[kind]

@@ -70,7 +70,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("params", CASES)
 def test_every_name_is_a_tensor_of_the_model(params: str, tmp_path: Path) -> None:
     x = images(2, 4, 16, 16)
@@ -287,6 +287,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_file_cannot_say_is_refused_by_site_and_nothing_is_written(case: str, tmp_path: Path) -> None:
     params, config, message = REFUSED[case]
@@ -304,7 +305,7 @@ def test_a_tensor_with_two_schemes_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("recipe", "params"),
     [

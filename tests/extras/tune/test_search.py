@@ -19,8 +19,8 @@ import qtrace
 from qtrace.config import QConfig
 from qtrace.errors import CalibrationError, ConfigError, QtraceError
 from qtrace.extras.tune import CostLimits, TuneSettings, tune
-from qtrace.extras.tune.search import propose, split
-from qtrace.extras.tune.trials import BEST, SEARCH, TRIALS, Trial, TrialLog, digest_of
+from qtrace.extras.tune.search import _Raise, propose, split
+from qtrace.extras.tune.trials import BEST, SEARCH, TRIALS, Layer, Trial, TrialLog, digest_of
 from qtrace.graph.failures import from_json
 from tests.nets import net
 from tests.preparation.passes.test_rules import by_conv, distributions
@@ -382,3 +382,10 @@ def test_a_recipe_that_only_looks_better_does_not_win(tmp_path: Path) -> None:
     assert result.best is first
     assert "the first recipe stays: no other one within the limits is surely better" in result.table()
     assert "not sure: -" in result.table()
+
+
+@pytest.mark.parametrize(("narrow", "bits"), [(False, {8}), (True, {4, 8})])
+def test_bits_of_a_weight_rise_and_fall_only_where_that_is_asked_for(narrow: bool, bits: set[int]) -> None:
+    layer = Layer("a_out", ("a_out",), weight_bits=6, activation_bits=8, noise=0.1)
+    options = _Raise([layer], start(), narrow)._options(layer, False)
+    assert {option["weight"]["bits"] for option in options if "weight" in option} == bits

@@ -19,6 +19,7 @@ import qtrace
 from qtrace.cli.program import group
 from qtrace.errors import ConfigError, DataError
 from qtrace.sensitivity.diagnosis import diagnose
+from qtrace.sensitivity.diagnosis.inputs import compare_inputs, measure_inputs
 from tests.nets import images, net
 from tests.sensitivity.diagnosis import planted
 
@@ -158,6 +159,14 @@ def test_a_metric_decides_the_verdict(folder):
     command = plant("plain", "outlier-channels")
     verdict = calibrate(f"{command} --metric own:metric")["verdict"]
     assert (verdict["word"], verdict["metric"], verdict["float_metric"]) == ("broken", 1.0, 2.0)
+
+
+def test_channels_in_another_order_and_other_numbers_are_told_from_the_same_data() -> None:
+    seen, others = (np.arange(3)[:, None, None] + images(32, 3, 4, 4, seed=seed) for seed in range(2))
+    changed = (others, others[:, [1, 2, 0]], 8 * others)
+    ours, *theirs = (measure_inputs([(x,)]) for x in (seen, *changed))
+    causes = [compare_inputs(ours, statistics) for statistics in theirs]
+    assert [cause and cause.name for cause in causes] == [None, "channel-order", "normalization"]
 
 
 @pytest.mark.slow

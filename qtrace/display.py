@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["GAP", "Displayed", "format_bytes", "format_table", "megabytes", "progress_bar", "shorten_modules"]
-
 GAP = "  "  # between columns
 _ELLIPSIS = "…"
 _MIN_COLUMN_WIDTH = 6  # in characters, even if the table is too wide then

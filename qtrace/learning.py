@@ -26,22 +26,6 @@ from qtrace.errors import CalibrationError, ConfigError, QtraceError, install
 from qtrace.graph.types import TracedModule
 from qtrace.plugins import load_object
 
-__all__ = [
-    "ENGINES",
-    "MIN_TRACED_STEPS",
-    "Adam",
-    "Descent",
-    "LearningEngine",
-    "LearningStep",
-    "Losses",
-    "MegEngineEngine",
-    "UnsupportedError",
-    "choose_learning",
-    "descend",
-    "try_torch",
-]
-
-
 # The loop of everything that learns, and Adam on numpy arrays.
 
 

@@ -16,26 +16,6 @@ import numpy as np
 from qtrace.errors import SchemeError
 from qtrace.scheme import QParams, QScheme, Rounding
 
-__all__ = [
-    "EXACT_INTEGERS",
-    "GAP",
-    "SMALLEST_NORMAL",
-    "SMALLEST_SCALE",
-    "SMALLEST_SHARE",
-    "alive",
-    "choose",
-    "dequantize",
-    "exact_levels",
-    "expand",
-    "expand_blocks",
-    "fake_quantize",
-    "grid",
-    "quantize",
-    "quantize_bias",
-    "round_to",
-    "smallest_type",
-]
-
 GAP = 8.0
 """Between the numbers that stand for infinity, such as those of a mask, and all others."""
 

@@ -24,26 +24,6 @@ from typing import IO, Any, ParamSpec, TypeVar
 
 from qtrace.errors import QtraceError
 
-__all__ = [
-    "LargeFrees",
-    "Together",
-    "caught_lines",
-    "count_threads",
-    "load",
-    "older_objects_spared",
-    "on_engine_thread",
-    "one_blas_thread",
-    "paused_collector",
-    "prefetch",
-    "prefetch_map",
-    "quiet",
-    "return_free_memory",
-    "returns_memory",
-    "synchronize",
-    "undisturbed",
-    "when_returning",
-]
-
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -30,18 +30,6 @@ from qtrace.numerics import round_to
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes.insert import CONTAINER
 
-__all__ = [
-    "Dampening",
-    "Oscillations",
-    "Schedule",
-    "cosine",
-    "freeze_batchnorm",
-    "freeze_ranges",
-    "load_state",
-    "param_groups",
-]
-
-
 # Parameter groups for an optimizer, schedules that freeze statistics, and loading of a ``state_dict``.
 
 _NORMS = (_BatchNorm, M.LayerNorm, M.GroupNorm, M.InstanceNorm)

@@ -12,8 +12,6 @@ import numpy as np
 
 from qtrace.errors import SchemeError
 
-__all__ = ["QParams", "QScheme", "Rounding"]
-
 Rounding = Literal["half_even", "half_away", "half_up"]
 
 _ROUNDINGS: tuple[str, ...] = get_args(Rounding)

@@ -32,22 +32,6 @@ from qtrace.storage import checkpoints
 from qtrace.storage.checkpoints import Checkpoint
 from qtrace.storage.outputs import PART
 
-__all__ = [
-    "Cadence",
-    "Part",
-    "StoredParts",
-    "calibrated_algorithms",
-    "fingerprint",
-    "merge_parts",
-    "pack",
-    "read_part",
-    "restoring",
-    "run_calibrated",
-    "unpack",
-    "write_part",
-]
-
-
 # Checkpoints of a calibration: files with parts of its statistics, from which it goes on.
 
 

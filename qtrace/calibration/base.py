@@ -18,17 +18,6 @@ from qtrace.graph.walk import is_float_tensor
 from qtrace.preparation.float16 import float_values, uses_float16
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 
-__all__ = [
-    "Arguments",
-    "Engine",
-    "EngineError",
-    "Observe",
-    "Watched",
-    "check_sites",
-    "range_group",
-    "watched",
-]
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 Observe = Callable[[str, Any], None]

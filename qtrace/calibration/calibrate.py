@@ -42,8 +42,6 @@ from qtrace.runtimes.host import RuntimeHost
 from qtrace.scheme import QParams
 from qtrace.storage.checkpoints import Checkpoint
 
-__all__ = ["calibrate"]
-
 _LOG = logging.getLogger("qtrace")
 
 

@@ -21,16 +21,6 @@ from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.runtimes.host import RuntimeHost
 
-__all__ = [
-    "COMPARED_SAMPLES",
-    "ENGINES",
-    "Chosen",
-    "ExplainedEngine",
-    "choose_engine",
-    "choose_segments",
-    "reason_against_export",
-]
-
 ENGINES = ("auto", "megengine", "onnxruntime")
 
 # Samples of a batch on which both engines are compared, if the batch can be divided.

@@ -38,24 +38,6 @@ from qtrace.preparation.phases import in_phase
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.scheme import QScheme
 
-__all__ = [
-    "LARGE",
-    "CollectOptions",
-    "Collected",
-    "Observing",
-    "Statistics",
-    "Values",
-    "arrays",
-    "checksum",
-    "collect",
-    "fresh",
-    "no_statistics",
-    "observe_parameters",
-    "read_large",
-    "refuse_spoiled",
-]
-
-
 # The statistics of a calibration: an observer for each group of sites, and the observed batches.
 
 Observed = Mapping[str, Iterable[Observer]]

@@ -19,8 +19,6 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel, fake_quants
 from qtrace.scheme import QParams
 
-__all__ = ["Collective", "MegEngineCollective", "average_ranges", "common_statistics", "current"]
-
 
 class Collective(Protocol):
     """Ranks that make the same calls in the same order."""

@@ -33,15 +33,6 @@ from qtrace.runtimes.host import RuntimeHost, describe_side
 if TYPE_CHECKING:
     from qtrace.export.onnx.segment import PreparedSegments
 
-__all__ = [
-    "MegEngine",
-    "OnnxRuntime",
-    "OnnxSegments",
-    "run_session",
-    "start_session",
-]
-
-
 # The engine MegEngine, which runs every graph.
 
 

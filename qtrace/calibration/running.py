@@ -24,21 +24,6 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.workers import Outcome, Pool, Processes, RayTasks, attempt
 
-__all__ = [
-    "LocalCollection",
-    "PeriodicWriter",
-    "RemoteCollection",
-    "RemotePart",
-    "Result",
-    "RunSettings",
-    "Source",
-    "WorkerJob",
-    "collect_all",
-    "make_jobs",
-    "run_job",
-]
-
-
 # The jobs of the workers of a collection: how they are made, and what a worker does with one.
 
 

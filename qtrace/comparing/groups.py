@@ -15,8 +15,6 @@ from qtrace.graph.interface import read_interface
 from qtrace.graph.types import Node, TracedModule
 from qtrace.graph.walk import owner
 
-__all__ = ["LEAST_VALUES", "ColumnGroup", "find_groups", "output_names"]
-
 _UNLIKE = 16.0
 """Ranges are unlike from this ratio on: the smaller one keeps at most 4 of 8 bits on a common grid."""
 LEAST_VALUES = 4

@@ -15,8 +15,6 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.stepping import SegmentEngine, finish_whole
 from qtrace.graph.types import TracedModule
 
-__all__ = ["begin_outputs", "outputs_of", "read_outputs", "rows_of"]
-
 
 def outputs_of(model: TracedModule, batches: Iterable[Any], engine: SegmentEngine | None = None) -> Outputs:
     """Returns the outputs of a graph for each batch, in eval mode and in its present phases.

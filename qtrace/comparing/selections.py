@@ -38,26 +38,6 @@ from qtrace.graph.walk import called_graph, exprs, op_label, owner, tensor_input
 from qtrace.onnxfile.selecting import RankedPlaces, split_places
 from qtrace.ops import OpCall, kind_of, read
 
-__all__ = [
-    "EXTREMES",
-    "LEAST_SHARE",
-    "SORTS",
-    "SelectedShares",
-    "SelectionTape",
-    "Share",
-    "TapedRun",
-    "differ",
-    "find_selecting",
-    "mask_of",
-    "opaque_selection",
-    "reaching",
-    "read_places",
-    "read_ranking",
-    "score_rows",
-    "selects",
-    "selects_untold",
-]
-
 SORTS = ("topk", "sort", "argsort")
 """The ops that give scores in their order."""
 EXTREMES = ("argmax", "argmin")

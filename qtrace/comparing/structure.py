@@ -22,8 +22,6 @@ from qtrace.graph.types import Expr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import called_graph, exprs, is_float_tensor, owner, shape_of, tensor_inputs
 from qtrace.ops import OpCall, Role, elementwise, moves
 
-__all__ = ["Layout", "Parts", "find_parts"]
-
 _UNIT = ("sigmoid", "softmax", "hsigmoid", "hard_sigmoid", "tanh")
 _BOUNDED = (*_UNIT, "relu6", "erf")
 _FAR = 6.0  # a bound beyond relu6's, such as the size of an image, says nothing about a range

@@ -21,30 +21,6 @@ import numpy as np
 from qtrace.comparing.groups import ColumnGroup, find_groups
 from qtrace.errors import QtraceError
 
-__all__ = [
-    "DIFFERING_MARGIN_DB",
-    "EQUAL_DB",
-    "FEWEST_SAMPLES",
-    "LEAST_VARIATION",
-    "NO_INFORMATION_DB",
-    "ErrorSums",
-    "GroupFigures",
-    "GroupedErrors",
-    "IntegerErrors",
-    "Outputs",
-    "add_fields",
-    "column_errors",
-    "comparable",
-    "decibels",
-    "errors_of",
-    "finite_or_none",
-    "finite_values",
-    "inner",
-    "integer_errors",
-    "noise_weight",
-    "sqnr_db",
-]
-
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 

@@ -25,8 +25,6 @@ from megengine.core._imperative_rt.core2 import apply
 from megengine.core._trace_option import use_symbolic_shape
 from megengine.core.ops import builtin
 
-__all__ = ["Geometry", "to_input", "to_weight"]
-
 # The windows of one product fill at most 16 MB, whatever the batch: larger products read memory twice,
 # smaller ones cost more calls.
 _WINDOW_NUMBERS = 1 << 22

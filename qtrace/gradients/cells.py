@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, Protocol
 import megengine.functional as F
 import numpy as np
 
-__all__ = ["ARRAYS", "TENSORS", "Cell", "CellStep", "Direction", "Gru", "Lstm", "Rnn"]
-
 
 class Direction(NamedTuple):
     """The weights of one direction of a layer, with one row for each value of each gate.

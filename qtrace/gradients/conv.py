@@ -14,8 +14,6 @@ from megengine.core._imperative_rt.core2 import get_grad_key
 
 from qtrace.gradients._kernels import Geometry, to_input, to_weight
 
-__all__ = ["conv2d", "plain"]
-
 # With fewer multiplications MegEngine's own gradient is faster. The bound is five times as
 # high for convolutions with both groups and a stride.
 MIN_MULTIPLICATIONS = 200_000

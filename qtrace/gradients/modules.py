@@ -15,8 +15,6 @@ from megengine import Tensor
 from qtrace.gradients.conv import conv2d
 from qtrace.gradients.recurrent import cell_forward, layer_forward
 
-__all__ = ["fast_gradients"]
-
 
 @contextmanager
 def fast_gradients(model: M.Module) -> Iterator[None]:

@@ -22,16 +22,6 @@ from megengine.module import LSTM, RNN, LSTMCell, RNNCell
 
 from qtrace.gradients.cells import ARRAYS, TENSORS, Cell, Direction, Lstm, Rnn
 
-__all__ = [
-    "Stack",
-    "cell_forward",
-    "checked_shapes",
-    "layer_forward",
-    "onnx_weights",
-    "run",
-    "stacked_weights",
-]
-
 # The layers of a stack, each with its directions.
 Layers = list[list[Direction]]
 Cut = Callable[[Sequence[Any]], Layers]

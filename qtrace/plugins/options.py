@@ -24,24 +24,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, Vali
 
 from qtrace.errors import SHOWN_LINES, ConfigError, QtraceError
 
-__all__ = [
-    "SHOWN_CHARACTERS",
-    "Bool",
-    "Float",
-    "Int",
-    "Loc",
-    "OptionModel",
-    "Place",
-    "Text",
-    "Texts",
-    "check_arguments",
-    "check_options",
-    "hint",
-    "known_keys",
-    "show",
-    "spell",
-]
-
 SHOWN_CHARACTERS = 60  # of a value in a message or a report
 _MAX_LEVELS = 50  # of nested lists and mappings
 

@@ -28,8 +28,6 @@ from qtrace.quantizing.reporting import Reporter
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.sensitivity.mixed import Goal, mixed_precision
 
-__all__ = ["CalibratedGraph", "Calibrator", "refuse_broken"]
-
 
 @dataclass(frozen=True)
 class CalibratedGraph:

@@ -31,8 +31,6 @@ from qtrace.sensitivity.diagnosis.verdict import BROKEN_BELOW_DB
 from qtrace.storage.files import naming
 from qtrace.verification.report import VerifyReport
 
-__all__ = ["Delivery", "FileWriter", "is_too_slow", "measure_file", "rounds_for_speed", "timed_settings"]
-
 Timer = Callable[..., list[Speed]]
 """Measures files in turns, as `qtrace.benchmarking.files.compare_files` does."""
 

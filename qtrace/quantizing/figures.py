@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from qtrace.costs import CostTable
     from qtrace.preparation.figures import Figures
 
-__all__ = ["note_device", "note_file", "note_graph", "note_kernels", "note_precision"]
-
 _FLOAT_RUNTIME = "onnxruntime"  # runs the .onnx files of plain modules
 
 

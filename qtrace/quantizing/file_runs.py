@@ -29,8 +29,6 @@ from qtrace.verification.other_sizes import by_sample
 from qtrace.verification.runtimes import runs_optimized
 from qtrace.verification.runtimes.base import Session, run_outputs
 
-__all__ = ["FileRuns", "FloatFile", "input_values", "open_runs", "run_batch"]
-
 
 class FloatFile:
     """A network as a file with every op in float, in a folder of its own that is deleted at the end.

@@ -59,18 +59,6 @@ from qtrace.verification.report import VerifyReport
 from qtrace.verification.runtimes import get as get_runtime
 from qtrace.verification.verify import verify as verify_file
 
-__all__ = [
-    "Acceptance",
-    "Judgement",
-    "batch_of_file",
-    "conclude",
-    "copy_float",
-    "judge_file",
-    "open_for_verdict",
-    "verify_written",
-]
-
-
 # The verdict on a calibrated graph, and what the user asks of it.
 
 

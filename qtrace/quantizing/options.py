@@ -11,8 +11,6 @@ if TYPE_CHECKING:  # at run time they load numpy, which --help does without
     from qtrace.preparation.annotation import Preference
     from qtrace.runtimes.host import RuntimeHost
 
-__all__ = ["DataReading", "FolderOptions", "QuantizeOptions"]
-
 
 @dataclass(frozen=True)
 class DataReading:

@@ -30,8 +30,6 @@ from qtrace.quantizing.targets import choose_config, prefer_placement, with_safe
 from qtrace.runtimes.child import check_host
 from qtrace.storage.outputs import output_file
 
-__all__ = ["quantize"]
-
 
 @check_arguments(options=QuantizeOptions)
 @on_engine_thread

@@ -38,8 +38,6 @@ from qtrace.sensitivity.diagnosis.verdict import Verdict
 from qtrace.storage.files import replacing
 from qtrace.verification.report import VerifyReport
 
-__all__ = ["Card", "Quantized"]
-
 
 @dataclass(frozen=True)
 class FloatOps:

@@ -12,19 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = [
-    "CURE",
-    "FILES",
-    "NOTES",
-    "QUANTIZED",
-    "VERDICT",
-    "LogReporter",
-    "Reporter",
-    "StageTimes",
-    "write_folder",
-]
-
-
 # The folder of a calibrated graph: both models, the report, the explanation, the verdict and its cure.
 
 QUANTIZED = "quantized.mge"

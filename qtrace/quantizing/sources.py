@@ -44,16 +44,6 @@ from qtrace.preparation.faithfulness import Original, Run, UnpreparedGraph, arra
 from qtrace.preparation.model import is_quantized
 from qtrace.quantizing.file_runs import input_values
 
-__all__ = [
-    "open_original",
-    "open_shapes",
-    "own_file",
-    "read_network",
-    "takes_batch",
-    "takes_single",
-    "traced_batch",
-]
-
 
 def open_original(source: Any, traced: TracedModule) -> Original | None:
     """Returns the network that was imported or traced; None where it does not run here.

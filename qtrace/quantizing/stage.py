@@ -35,8 +35,6 @@ from qtrace.quantizing.options import DataReading, FolderOptions
 from qtrace.quantizing.reporting import CURE, FILES, VERDICT, LogReporter, Reporter, write_folder
 from qtrace.storage.outputs import resumable_folder
 
-__all__ = ["CalibratedFolder", "calibrate_to_folder"]
-
 
 @dataclass(frozen=True, repr=False)
 class CalibratedFolder(Displayed):

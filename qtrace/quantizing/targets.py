@@ -24,8 +24,6 @@ from qtrace.onnxfile.kernels import SAFE_BITS, products_saturate
 from qtrace.preparation.annotation import Preference
 from qtrace.runtimes.host import RuntimeHost
 
-__all__ = ["choose_config", "format_of", "prefer_placement", "suffix_of", "with_fewer_bits", "with_safe_bits"]
-
 
 def suffix_of(backend: str) -> str:
     """Returns the suffix of the files for a backend: the one of the format with its name, or ``.onnx``."""

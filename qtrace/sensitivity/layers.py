@@ -20,8 +20,6 @@ from qtrace.preparation.annotation import Annotation, ExprNote, Plan
 from qtrace.ptq.layers.quantized import write
 from qtrace.storage.outputs import WRITTEN
 
-__all__ = ["FloatValues", "RaisableLayer", "Raise", "active_groups", "find_layers", "patch_text"]
-
 _FLOAT_BITS = np.finfo(np.float32).bits
 
 

@@ -19,8 +19,6 @@ from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.verification.runs import output_names
 
-__all__ = ["DetectionLoss", "Level", "Metric", "Own", "Parts", "agreement", "choose", "sqnr"]
-
 Metric = Callable[[Outputs, Outputs], float]
 """From the float graph's outputs and the quantized graph's to a number; more is better."""
 

@@ -28,8 +28,6 @@ from qtrace.sensitivity.layers import RaisableLayer, Raise, patch_text
 from qtrace.sensitivity.metrics import DetectionLoss, Metric, Own, choose
 from qtrace.sensitivity.simulation import Simulation
 
-__all__ = ["Budget", "Goal", "MixedPrecision", "mixed_precision"]
-
 # How many candidates are tried on top of what is raised already, by what they gain alone.
 _TRIED = 8
 

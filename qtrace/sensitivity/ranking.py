@@ -10,8 +10,6 @@ from qtrace.sensitivity.layers import RaisableLayer
 from qtrace.sensitivity.metrics import Parts
 from qtrace.sensitivity.simulation import Simulation
 
-__all__ = ["GroupRow", "LayerRow", "Ranking", "count_runs", "rank"]
-
 
 @dataclass(frozen=True)
 class LayerRow:

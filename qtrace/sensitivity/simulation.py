@@ -22,9 +22,6 @@ from qtrace.process import Together, prefetch
 from qtrace.sensitivity.layers import FloatValues, RaisableLayer, active_groups, find_layers
 from qtrace.sensitivity.metrics import DetectionLoss, Metric, Parts, agreement, sqnr
 
-__all__ = ["Answer", "Simulation"]
-
-
 _PREFETCHED_RUNS = 2  # each has its own copy of the weights that one part of the graph reads
 
 

@@ -20,8 +20,6 @@ from qtrace.ptq.layers.scaling import THROUGH
 from qtrace.sensitivity.diagnosis.measuring import Branch, SiteEvidence
 from qtrace.sensitivity.diagnosis.verdict import GOOD_NOISE
 
-__all__ = ["CURES", "Cause", "Cure", "cure_recipe", "find_cause", "find_cure", "observes_too_little"]
-
 _UNLIKE = 8.0  # the ratio of ranges from which one scale for both loses three bits
 _CLIPPED = 0.5  # the share of the noise from which clipping is the cause
 _FEW_BITS = 8

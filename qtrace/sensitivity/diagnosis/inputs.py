@@ -13,16 +13,6 @@ from qtrace.data.base import fingerprint_samples
 from qtrace.data.batches import ENOUGH_SAMPLES
 from qtrace.sensitivity.diagnosis.causes import Cause
 
-__all__ = [
-    "OTHER_DATA",
-    "InputStatistics",
-    "are_constant",
-    "compare_inputs",
-    "find_repeated",
-    "find_single_numbers",
-    "measure_inputs",
-]
-
 OTHER_DATA = ("channel-order", "normalization")
 """The names of the causes that `compare_inputs` gives."""
 

@@ -40,14 +40,6 @@ from qtrace.sensitivity.diagnosis.verdict import (
 )
 from qtrace.sensitivity.metrics import agreement
 
-__all__ = [
-    "JudgedOutputs",
-    "SampleErrors",
-    "judge_outputs",
-    "measure_differences",
-    "measure_samples",
-]
-
 _CONFIDENCE = 0.975  # of the error of a mean: two standard errors of many samples
 _TWO = 1.5  # effective samples, below which one has nearly all of the signal
 _QUIET = 0.03  # of the mean signal: quieter samples are compared with this

@@ -29,8 +29,6 @@ from qtrace.ptq.layers.scaling import input_axes
 from qtrace.scheme import QParams
 from qtrace.sensitivity.simulation import Simulation
 
-__all__ = ["Branch", "SiteEvidence", "measure_output_noise", "measure_sites"]
-
 
 @dataclass(frozen=True)
 class Channels:

@@ -9,19 +9,6 @@ from qtrace.comparing.sums import DIFFERING_MARGIN_DB, GroupFigures, decibels
 from qtrace.display import Displayed
 from qtrace.preparation.placement.labelling import WORTHLESS_DB
 
-__all__ = [
-    "BROKEN_BELOW_DB",
-    "DIFFERING_DB",
-    "GOOD_EQUAL",
-    "GOOD_FROM_DB",
-    "GOOD_NOISE",
-    "MANY_SAMPLES",
-    "Doubt",
-    "GroupVerdict",
-    "Verdict",
-    "judge",
-]
-
 GOOD_FROM_DB = 20.0
 """From this SQNR of the worst column group on, a graph is called good: noise is at most 1 % of the signal."""
 GOOD_NOISE = 10 ** (-GOOD_FROM_DB / 10)

@@ -29,7 +29,6 @@ __all__ = ["group", "main"]
 
 _debug = False
 _INTERRUPTED = 128 + signal.SIGINT
-_PAUSE = 2.0  # seconds
 
 
 def _version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -225,18 +224,19 @@ def _open_streams() -> None:
 
 
 class _Interrupt:
-    """Handles Ctrl-C; ignores a second one within `_PAUSE` seconds, so that cleaning up completes.
+    """Handles Ctrl-C; ignores a second one within ``pause`` seconds, so that cleaning up completes.
 
     Attributes:
         seen: whether Ctrl-C was pressed.
     """
 
-    def __init__(self) -> None:
-        self.seen, self._last = False, -math.inf
+    def __init__(self, pause: float = 2.0) -> None:
+        self.seen = False
+        self._pause, self._last = pause, -math.inf
 
     def __call__(self, number: int, _: Any) -> None:
         now = time.monotonic()
-        if now - self._last > _PAUSE:
+        if now - self._last > self._pause:
             self.seen, self._last = True, now
             raise KeyboardInterrupt
 

@@ -21,9 +21,6 @@ from qtrace.quantizing.reporting import NOTES
 if TYPE_CHECKING:
     from qtrace.data import Batch, DataSource  # at run time it loads numpy, which --help does without
 
-__all__ = ["Console", "as_flags"]
-
-
 _SPELLED = re.compile(r"""\b([a-z]\w*)=(?:True\b|"([\w-]+)"|(?![\w"\'(\[{.<-]))""")
 
 

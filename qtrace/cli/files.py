@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from qtrace.cli.verdicts import Expectations
     from qtrace.costs import CostTable
 
-__all__ = ["bench", "bisect", "export", "verify"]
-
 
 def _pairs(_: click.Context, __: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
     """Parses ``NAME=VALUE`` pairs to a dict; values are read as in a recipe: ``true``, ``8``, text."""

@@ -21,31 +21,6 @@ if TYPE_CHECKING:
         DataSource,
     )
 
-__all__ = [
-    "CONVERTED",
-    "MODEL_FILES",
-    "PREPARED",
-    "NamedData",
-    "NamedModel",
-    "NamedRecipe",
-    "build_module",
-    "change_config",
-    "check_exported",
-    "check_factory",
-    "check_model",
-    "check_size",
-    "check_stage",
-    "chosen_words",
-    "images",
-    "import_classes",
-    "is_onnx",
-    "note_ends",
-    "own_flags",
-    "preprocessing",
-    "trace_factory",
-    "warn_unused",
-]
-
 PREPARED, CONVERTED = "prepared.mge", "quantized.mge"
 MODEL_FILES = (PREPARED, CONVERTED)
 """The models in an output folder of `qtrace calibrate` and `qtrace finetune`."""

@@ -15,8 +15,6 @@ from qtrace.cli.reports import on_terminal
 if TYPE_CHECKING:
     from qtrace.graph.differences import SamplesReport
 
-__all__ = ["import_onnx", "inspect", "trace"]
-
 
 @options.command(example="qtrace trace models:resnet18 --shape 1x3x224x224 -o resnet18.mge")
 @click.argument("factory", metavar="PKG.MOD:FACTORY")

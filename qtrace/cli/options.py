@@ -22,36 +22,6 @@ from qtrace.errors import QtraceError
 from qtrace.runtimes.host import IDLE_SECONDS, RuntimeHost
 from qtrace.storage.outputs import check_foreign, output_file
 
-__all__ = [
-    "Command",
-    "Dumps",
-    "FileToWrite",
-    "Group",
-    "NamedShapeType",
-    "ShapeType",
-    "allow",
-    "allow_code",
-    "allowed_classes",
-    "collecting",
-    "command",
-    "data",
-    "derived",
-    "dumped",
-    "example",
-    "file_or_folder",
-    "file_to_write",
-    "folder_to_write",
-    "grouped",
-    "importable",
-    "input_shapes",
-    "output",
-    "prefer",
-    "progress",
-    "recipe",
-    "runtime",
-    "runtime_host",
-]
-
 
 class Command(click.Command):
     """A command whose help ends with an example."""

@@ -25,8 +25,6 @@ from qtrace.cli.reports import compare, explain, sensitivity
 from qtrace.errors import QtraceError, Terminated, missing_package
 from qtrace.plugins import installed, load_object
 
-__all__ = ["group", "main"]
-
 _debug = False
 _INTERRUPTED = 128 + signal.SIGINT
 

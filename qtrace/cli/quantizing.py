@@ -13,8 +13,6 @@ from qtrace.cli.verdicts import NextCommand, check_graph, import_metric, judging
 from qtrace.quantizing.figures import note_file
 from qtrace.quantizing.options import DataReading, FolderOptions, QuantizeOptions
 
-__all__ = ["calibrate", "quantize"]
-
 
 @options.command(
     example="""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from qtrace.config import QConfig
     from qtrace.graph.types import TracedModule
 
-__all__ = ["RuleMatch", "match_rules", "recipes", "split_location", "starter", "table"]
-
 _LOCATED = re.compile(r"(?P<file>.+?):(?P<line>\d+): (?P<message>.*)", re.DOTALL)
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from qtrace.inspection.comparison.report import ChannelRanges
     from qtrace.sensitivity.diagnosis import Diagnosis
 
-__all__ = ["compare", "explain", "sensitivity"]
-
 
 @options.command(
     example="""

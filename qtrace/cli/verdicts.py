@@ -25,23 +25,6 @@ if TYPE_CHECKING:
     from qtrace.sensitivity.diagnosis import Diagnosis
     from qtrace.sensitivity.diagnosis.verdict import Verdict
 
-__all__ = [
-    "FAKE_QUANTS",
-    "Expectation",
-    "Expectations",
-    "NextCommand",
-    "SampleCounter",
-    "check_expectations",
-    "check_file",
-    "check_graph",
-    "import_metric",
-    "judge_comparison",
-    "judging",
-    "note_checks",
-    "samples_of",
-    "text_of",
-]
-
 
 @dataclass(frozen=True)
 class Expectation:

@@ -20,28 +20,6 @@ import numpy as np
 
 from qtrace.errors import ConfigError
 
-__all__ = [
-    "ALIKE",
-    "ALIKE_IN_FLOAT",
-    "FLOAT",
-    "FORMS",
-    "INTEGER",
-    "LOOKUP",
-    "PLAIN_MAX_POOL",
-    "SCHEMA",
-    "STEM_CHANNELS",
-    "CostTable",
-    "Family",
-    "Machine",
-    "Measurement",
-    "MonotoneGrid",
-    "OpShape",
-    "families",
-    "numel",
-    "processor_facts",
-    "processor_flags",
-]
-
 # Families: ops whose time grows with the same coordinates, and times between measured points.
 
 FLOAT, INTEGER, LOOKUP = "float", "integer", "lookup"

@@ -34,8 +34,6 @@ from qtrace.process import on_engine_thread, returns_memory
 from qtrace.storage.files import kind_of, problem, replacing
 from qtrace.storage.outputs import foreign_output
 
-__all__ = ["check_case", "export", "find_format", "format_by_name", "formats"]
-
 _LOG = logging.getLogger("qtrace")
 
 

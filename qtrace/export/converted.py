@@ -58,31 +58,6 @@ from qtrace.preparation.passes.expand import align_biases, expand
 from qtrace.preparation.passes.folding import fuse_bn, fuse_scale
 from qtrace.scheme import QParams
 
-__all__ = [
-    "FLOAT16_KEY",
-    "GATE",
-    "ConvertedGraph",
-    "ConvertedOp",
-    "IndexPart",
-    "LocatedError",
-    "PlainGraph",
-    "StoredValues",
-    "asks_float16",
-    "bare_graph",
-    "check_float_type",
-    "float_graph",
-    "float_kinds",
-    "float_module",
-    "index_parts",
-    "is_plain",
-    "locate_by_name",
-    "located",
-    "only_floats_read",
-    "place",
-    "refusal",
-    "site_expr",
-]
-
 GATE = (1.0 / 6.0, 0.5)
 """Slope and offset of hsigmoid, ``clip(slope * x + offset, 0, 1)``, and of the gate of hswish."""
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from qtrace.errors import ExportError
 
-__all__ = ["NMS", "Heads", "Suppression", "find_heads"]
-
 NMS = "qtrace_nms"
 """The prefix of the nodes that choose boxes."""
 

@@ -16,18 +16,6 @@ from qtrace.graph.walk import node_path, op_label, owner, signature, unused_name
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 
-__all__ = [
-    "DocumentOp",
-    "GraphDocument",
-    "ModuleTensor",
-    "OperandRole",
-    "Rounding",
-    "TensorQuantization",
-    "Value",
-    "is_plain",
-    "read_graph",
-]
-
 # Kind of a norm -> parameter of its function, or tensor of its layer -> type of the weight.
 _AFFINE = {"weight": "gamma", "bias": "beta"}
 _NORMS = {

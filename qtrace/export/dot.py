@@ -15,8 +15,6 @@ from qtrace.export.format import Format
 from qtrace.graph.views import quote
 from qtrace.storage.outputs import WRITTEN
 
-__all__ = ["FORMAT"]
-
 _FLOAT, _INTEGER, _BOX, _END = "#999999", "#1f5fbf", "#eef3fb", "#f5f5f5"
 
 

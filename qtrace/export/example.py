@@ -10,8 +10,6 @@ from typing import Any
 from qtrace.errors import ExportError
 from qtrace.storage.outputs import WRITTEN
 
-__all__ = ["SUFFIXES", "example_path", "write_example"]
-
 _HEAD = '''"""Runs {file} on {source}: python {script}{arguments}"""
 # {written}.
 

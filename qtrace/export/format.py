@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Content", "Format"]
-
 Content = bytes | Iterable[bytes]
 """What a file holds: all of it, or its pieces in order, which are made while they are written."""
 

@@ -11,8 +11,6 @@ from qtrace.graph.types import Node, TensorNode
 from qtrace.graph.walk import is_float_tensor, owner
 from qtrace.ops import OpCall
 
-__all__ = ["LayerNetWriter"]
-
 
 class LayerNetWriter:
     """Collects the layers of one net. Blobs have the names of the graph's nodes.

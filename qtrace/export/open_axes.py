@@ -25,18 +25,6 @@ from qtrace.graph.open_axes import (
 from qtrace.graph.renewal import write_type
 from qtrace.graph.types import Node, TensorNode
 
-__all__ = [
-    "DeclaredAxes",
-    "OpenBatch",
-    "SharedAxes",
-    "find_declared_axes",
-    "find_open_batch",
-    "find_sample_axes",
-    "grown_axes",
-    "open_axes_of",
-    "resized",
-]
-
 _LOG = logging.getLogger("qtrace")
 
 Types = Mapping[Node, TensorType | None]

@@ -21,18 +21,6 @@ from qtrace.graph.walk import owner, users
 from qtrace.plugins import ObjectPlugins
 from qtrace.scheme import QParams, QScheme
 
-__all__ = [
-    "Names",
-    "ParameterFile",
-    "ParameterLayer",
-    "Row",
-    "beside",
-    "parameter_file",
-    "refuse",
-    "refuse_floating",
-    "site_table",
-]
-
 _OUTPUT = "the model's output"
 
 

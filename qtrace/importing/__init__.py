@@ -5,10 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = [
-    "is_torch_module",
-]
-
 
 def is_torch_module(source: Any) -> bool:
     """Returns whether an object is a module of torch, without loading torch."""

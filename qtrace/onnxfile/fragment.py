@@ -17,17 +17,6 @@ from qtrace.onnxfile.external_data import onnx
 from qtrace.onnxfile.local_session import LocalSession, SessionError, SessionSettings, dtype_of
 from qtrace.onnxfile.model import MAX_DEPTH, RANDOM_OPS, limit_loops, limit_reached, own_operators
 
-__all__ = [
-    "SMALL",
-    "Fragment",
-    "FragmentTensor",
-    "check_fragment",
-    "describe_division_fault",
-    "divides_by_inputs",
-    "infer_outputs",
-    "operators_of",
-]
-
 # One thread: the last bits of onnxruntime's results depend on their number.
 _SETTINGS = SessionSettings(optimize=False, threads=1, spin=False)
 SMALL = 4096

@@ -20,16 +20,6 @@ from qtrace.onnxfile.sessions import open_session
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.runtimes.worker import describe_machine
 
-__all__ = [
-    "SAFE_BITS",
-    "Kernels",
-    "find_kernels",
-    "has_large_signed_weights",
-    "passes_7_bits",
-    "products_are_wrong",
-    "products_saturate",
-]
-
 # The ops that compute. Ops that only move values run on any type.
 _COMPUTING = (
     "Conv ConvTranspose Gemm MatMul Add Sub Mul Div Concat AveragePool GlobalAveragePool MaxPool ReduceMean "

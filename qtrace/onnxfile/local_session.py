@@ -24,20 +24,6 @@ from qtrace.runtimes import worker
 if TYPE_CHECKING:
     from qtrace.runtimes.host import RuntimeHost
 
-__all__ = [
-    "USE_SHARED_ARENA",
-    "LocalSession",
-    "OrtSession",
-    "SessionError",
-    "SessionSettings",
-    "SessionValue",
-    "dtype_of",
-    "onnxruntime_errors",
-    "register_shared_arena",
-    "shrink_shared_arena",
-    "stays_blocked",
-]
-
 USE_SHARED_ARENA = "session.use_env_allocators"
 """The entry of a session's configuration that says "1" if it takes the shared memory."""
 

@@ -15,23 +15,6 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.onnxfile.external_data import load_model, onnx, read_model
 
-__all__ = [
-    "MAX_DEPTH",
-    "MAX_NODES",
-    "RANDOM_OPS",
-    "OnnxEditor",
-    "OnnxModel",
-    "bodies_of",
-    "captured_names",
-    "infer_shapes",
-    "limit_loops",
-    "limit_reached",
-    "own_operators",
-    "read_ending",
-    "read_names",
-    "rename_tensors",
-]
-
 RANDOM_OPS = frozenset(
     ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli")
 )

@@ -18,16 +18,6 @@ from qtrace.onnxfile.external_data import onnx
 from qtrace.onnxfile.fragment import Fragment
 from qtrace.onnxfile.model import bodies_of, own_operators, read_names
 
-__all__ = [
-    "RankedPlaces",
-    "Replayed",
-    "SelectingFragment",
-    "expose_places",
-    "selecting_nodes",
-    "selects_inside",
-    "split_places",
-]
-
 # Ops whose last output has the places, and ops whose last input is a mask.
 _PLACES = ("NonMaxSuppression", "NonZero", "TopK", "ArgMax", "ArgMin")
 _MASKED = ("Compress", "If")

@@ -14,12 +14,6 @@ from qtrace.runtimes import worker
 from qtrace.runtimes.child import RefusalError, RuntimeChild, RuntimeFile
 from qtrace.runtimes.host import RuntimeHost
 
-__all__ = [
-    "HostedSession",
-    "OpenvinoFile",
-    "open_session",
-]
-
 
 class HostedSession(OrtSession):
     """A model in onnxruntime, in the process of a host.

@@ -24,17 +24,6 @@ import numpy as np
 from qtrace.errors import QtraceError, refusing
 from qtrace.storage.files import replacing
 
-__all__ = [
-    "Checkpoint",
-    "OtherIdentityError",
-    "hash_arrays",
-    "pack",
-    "pack_arrays",
-    "unpack",
-    "unpack_arrays",
-    "write",
-]
-
 _SUFFIX = ".block.npz"
 
 

@@ -23,19 +23,6 @@ from typing import Any, BinaryIO
 
 from qtrace.errors import ExportError, QtraceError
 
-__all__ = [
-    "check_size",
-    "claim",
-    "kind_of",
-    "naming",
-    "parse_document",
-    "problem",
-    "replace_folder",
-    "replacing",
-    "sweep",
-    "temporary_folder",
-]
-
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 _MAX_BYTES = 2**31  # of protobuf and FlatBuffers files, whose lengths and offsets have 31 bits
 

@@ -22,20 +22,6 @@ from qtrace.process import undisturbed
 from qtrace.storage import files
 from qtrace.storage.files import parse_document
 
-__all__ = [
-    "PART",
-    "WORK",
-    "WRITTEN",
-    "check_foreign",
-    "foreign",
-    "foreign_output",
-    "has_parts",
-    "locked",
-    "output_file",
-    "output_folder",
-    "resumable_folder",
-]
-
 WRITTEN = "Written by qtrace"
 """The mark of text files, which stands in a comment of one of the first lines."""
 

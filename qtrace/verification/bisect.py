@@ -33,8 +33,6 @@ from qtrace.verification.runtimes.base import Runtime
 from qtrace.verification.tallies import CrossCheck, too_many
 from qtrace.verification.verify import FloatCheck
 
-__all__ = ["FirstDifference", "bisect"]
-
 _MEGENGINE_CAUSE = "a kernel of MegEngine, which computes the graph; the file need not be changed"
 _RUNTIME_CAUSE = "the runtime, which computes the float network wrong, too"
 

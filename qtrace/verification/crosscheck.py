@@ -35,19 +35,6 @@ from qtrace.scheme import QParams
 from qtrace.verification.selections import FirstOfEquals
 from qtrace.verification.tallies import CrossCheck
 
-__all__ = [
-    "BFLOAT16",
-    "SATURATION",
-    "SATURATION_ELSEWHERE",
-    "WRONG_PRODUCTS",
-    "Disagreement",
-    "RuntimeValues",
-    "cross_check",
-    "likely_causes",
-    "optimized_kernel_cause",
-]
-
-
 # Names the likely cause of an op whose integers differ between the graph and a runtime.
 
 SATURATION = (

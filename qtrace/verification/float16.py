@@ -21,8 +21,6 @@ from qtrace.scheme import QParams
 from qtrace.verification.graph_runs import Lanes
 from qtrace.verification.selections import FirstOfEquals
 
-__all__ = ["Float16Rounding", "read_float16_ops"]
-
 # A value may be off by so many times the largest difference that float16 makes in the graph, as the runtime
 # rounds elsewhere.
 _ALLOWED = 4.0

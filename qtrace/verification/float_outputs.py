@@ -18,8 +18,6 @@ from qtrace.preparation.phases import in_phase
 from qtrace.verification.graph_runs import FloatLane
 from qtrace.verification.selections import FirstOfEquals
 
-__all__ = ["FloatOutputs"]
-
 
 class FloatOutputs:
     """Computes the outputs of the float network.

@@ -31,8 +31,6 @@ from qtrace.preparation.model import fake_quants, followers, is_quantized
 from qtrace.process import LargeFrees
 from qtrace.verification.selections import FirstOfEquals
 
-__all__ = ["FloatLane", "Lanes", "TakingLane"]
-
 _Values = dict[Node, Any]
 
 

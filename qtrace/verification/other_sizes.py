@@ -25,8 +25,6 @@ from qtrace.onnxfile.external_data import read_model
 from qtrace.preparation.model import QuantizedModel
 from qtrace.verification.runtimes.base import RuntimeRun, Session, run_outputs
 
-__all__ = ["at_other_sizes", "by_sample", "open_in_file", "runs_at", "say_other_size"]
-
 _LOG = logging.getLogger("qtrace")
 
 

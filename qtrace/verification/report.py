@@ -18,8 +18,6 @@ from qtrace.verification.crosscheck import SATURATION, SATURATION_ELSEWHERE, WRO
 from qtrace.verification.selections import describe_rows
 from qtrace.verification.tallies import MODES, Tallies, sum_up
 
-__all__ = ["VerifyReport"]
-
 
 @dataclass(repr=False)
 class VerifyReport(Displayed, Tallies):

@@ -38,19 +38,6 @@ from qtrace.verification.runtimes.base import Prefetcher, RuntimeRun, Session, t
 from qtrace.verification.selections import FirstOfEquals, Unsettled, find_rankings, find_selections
 from qtrace.verification.tallies import at_same_precision
 
-__all__ = [
-    "BatchRun",
-    "EndToEnd",
-    "File",
-    "GraphRun",
-    "OpByOp",
-    "SameRows",
-    "activations",
-    "integer_qparams",
-    "output_names",
-    "tied_inputs",
-]
-
 # How far from the middle of two integers a tie may lie, as a share of a step: the error of a division.
 _TIE = 1e-3
 

@@ -35,15 +35,6 @@ from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.graph.walk import exprs, op_label
 from qtrace.ops import OpCall, kind_of
 
-__all__ = [
-    "FirstOfEquals",
-    "Unsettled",
-    "describe_rows",
-    "find_rankings",
-    "find_selections",
-    "read_runtime_places",
-]
-
 Shape = tuple[int, ...]
 _RANKINGS = {"topk": "TopK", "sort": "TopK", "argsort": "TopK", "argmax": "ArgMax", "argmin": "ArgMin"}
 

@@ -32,17 +32,6 @@ from qtrace.errors import ExportError, GraphError
 from qtrace.onnxfile.kernels import Kernels
 from qtrace.verification.selections import Shape, describe_rows
 
-__all__ = [
-    "MODES",
-    "Closeness",
-    "CrossCheck",
-    "Tallies",
-    "at_same_precision",
-    "is_as_wrong",
-    "sum_up",
-    "too_many",
-]
-
 # Of integers of 16 bits: kernels multiply by numbers of 15 bits, so that the last of 65,536 steps is off here
 # and there (TensorFlow Lite, "16x8 quantization"); it is worth 1/256 of a step of 8 bits.
 _WIDE_EQUAL = 0.9

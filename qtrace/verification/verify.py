@@ -45,12 +45,6 @@ from qtrace.verification.runtimes.base import Runtime, RuntimeRun, Session, run_
 from qtrace.verification.selections import read_runtime_places
 from qtrace.verification.tallies import CrossCheck, is_as_wrong
 
-__all__ = [
-    "FloatCheck",
-    "verify",
-]
-
-
 # Whether a runtime is at fault, not the file: it computes the float network otherwise than onnxruntime.
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]

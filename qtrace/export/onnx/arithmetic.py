@@ -24,11 +24,6 @@ from qtrace.export.onnx.writer import (
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 
-__all__ = [
-    "ARITHMETIC",
-    "REDUCTIONS",
-]
-
 
 def _elementwise(op: str) -> Emitter:
     """Emits a function whose operands are converted to the type of its result."""

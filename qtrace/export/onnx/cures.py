@@ -29,17 +29,6 @@ from qtrace.export.onnx.whole_columns import MOVES, choose_columns
 from qtrace.onnxfile.kernels import passes_7_bits
 from qtrace.onnxfile.model import OnnxEditor, read_names
 
-__all__ = [
-    "CURES",
-    "RuntimeCure",
-    "UnsignedWeights",
-    "cure",
-    "hold_float_layers",
-    "hold_forked_layers",
-    "write_biases_apart",
-    "write_fast_poolings",
-]
-
 _LOWEST = float(np.finfo(np.float32).min)
 _UNLIKE_PADS, _KEEPS_PADS = 19, 21
 """The opset from which on onnxruntime 1.23 averages wrong where padding differs at both ends, and the one

@@ -19,16 +19,6 @@ from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import output_index, owner
 
-__all__ = [
-    "PREPROCESS",
-    "add_detections",
-    "add_preprocessing",
-    "choose_names",
-    "declare",
-    "without_detections",
-    "without_preprocessing",
-]
-
 PREPROCESS = "qtrace.preprocess"
 """The metadata property of files with preprocessing: the name of the tensor that it computes."""
 

@@ -47,13 +47,6 @@ if TYPE_CHECKING:
     from qtrace.export.detections import Suppression
     from qtrace.export.onnx.origin import OwnNames
 
-__all__ = [
-    "OnnxExporter",
-    "OnnxOptions",
-    "first_difference",
-    "write_model",
-]
-
 # Kinds whose ONNX form depends on no batch: most of a network, with nearly all of its numbers.
 _WITHOUT_SIZES = frozenset((*CONVS, *TRANSPOSED, "linear", "matmul", "batch_norm", "relu", "relu6", "clip"))
 _WITHOUT_SIZES |= {"add", "sub", "mul", "div"}

@@ -22,17 +22,6 @@ from qtrace.export.onnx.exporter import OnnxOptions, write_model
 from qtrace.onnxfile import external_data
 from qtrace.onnxfile.kernels import SAFE_BITS, has_large_signed_weights, products_saturate
 
-__all__ = [
-    "FORMAT",
-    "SATURATING_FILE",
-    "check",
-    "contents_of",
-    "files_with",
-    "kinds_in_float",
-    "stores_unsigned",
-    "write_weight_types",
-]
-
 SATURATING_FILE = (
     "the file is for no runtime in particular (backend generic), and its products of uint8 and int8 saturate "
     "in onnxruntime and OpenVINO on x86 processors without VNNI: prepare for the runtime that it is for, "

@@ -33,12 +33,6 @@ from qtrace.onnxfile.fragment import check_fragment
 from qtrace.onnxfile.model import OnnxEditor, read_names, rename_tensors
 from qtrace.preparation.float16 import loses
 
-__all__ = [
-    "write_computed",
-    "write_float16",
-    "write_integer_tables",
-]
-
 _FLOAT, _HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 _LARGEST = float(np.finfo(np.float16).max)
 

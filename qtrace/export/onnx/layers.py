@@ -26,12 +26,6 @@ from qtrace.graph.walk import owner
 from qtrace.ops import OpCall
 from qtrace.ops.arguments import arguments, integers
 
-__all__ = [
-    "RECURRENT",
-    "SAMPLING",
-    "WINDOWS",
-]
-
 _OPS = {"lstm": "LSTM", "gru": "GRU", "rnn": "RNN"}
 _TURNED = {"lstm": ["ifgo".index(gate) for gate in "iofg"], "rnn": [0]}  # MegEngine's gates in ONNX's order
 

@@ -30,12 +30,6 @@ from qtrace.graph.open_axes import traced_value
 from qtrace.graph.types import Node, TensorNode
 from qtrace.ops import OpCall
 
-__all__ = [
-    "INDEXING",
-    "MOVES",
-    "SHAPES",
-]
-
 _END = int(np.iinfo(np.int32).max)
 
 

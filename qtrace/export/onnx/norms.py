@@ -27,8 +27,6 @@ from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import get_module, owner
 from qtrace.ops import OpCall, Role
 
-__all__ = ["COMPOSITES", "HARD_SIGMOIDS", "NORMS", "softmax_overflows", "write_square"]
-
 
 def _batch_norm(w: OnnxWriter, call: OpCall) -> None:
     module, names = owner(call.expr), ("weight", "bias", "running_mean", "running_var")

@@ -16,19 +16,6 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from qtrace.errors import ExportError
 from qtrace.onnxfile.model import OnnxModel, bodies_of, own_operators
 
-__all__ = [
-    "HIGHEST",
-    "IR_VERSIONS",
-    "LOWEST",
-    "OPSETS",
-    "CopiedFormError",
-    "CopiedVersions",
-    "SourceVersions",
-    "Versions",
-    "at_opset",
-    "choose_versions",
-]
-
 # Runtimes fuse opset 13 best. Opset 21 added integers of 4 and 16 bits.
 LOWEST, HIGHEST = 13, 21
 

@@ -18,8 +18,6 @@ from qtrace.graph.origin import Facts, FileOrigin, FileParameter, FileRemark, Fi
 from qtrace.graph.walk import unused_name
 from qtrace.onnxfile.model import read_names
 
-__all__ = ["PRODUCER", "OwnNames", "describe", "restore_interface"]
-
 PRODUCER = "qtrace.producer"
 """The metadata property of exported files that has the tool which wrote the imported file."""
 

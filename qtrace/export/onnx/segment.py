@@ -30,13 +30,6 @@ from qtrace.onnxfile import external_data
 from qtrace.preparation.model import QuantizedModel
 from qtrace.scheme import QParams
 
-__all__ = [
-    "Activations",
-    "PreparedSegments",
-    "activations",
-    "segment_model",
-]
-
 # Bytes of weights from which on onnxruntime maps them from a file, instead of two copies of them in memory.
 _LARGE = 2**27
 

@@ -29,23 +29,6 @@ from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QParams
 
-__all__ = [
-    "CONVS",
-    "DYNAMIC",
-    "TRANSPOSED",
-    "BlockedWeight",
-    "SiteWriter",
-    "emit_dynamic_product",
-    "emit_product",
-    "find_forms",
-    "has_blocks",
-    "is_dynamic",
-    "keeps_rows",
-    "store_integers",
-    "store_weight",
-    "weight_layout",
-]
-
 CONVS = ("conv1d", "conv2d", "conv3d")
 TRANSPOSED = ("conv_transpose2d", "conv_transpose3d")
 

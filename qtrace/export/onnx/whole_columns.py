@@ -28,8 +28,6 @@ from qtrace.onnxfile.external_data import load_model
 from qtrace.onnxfile.kernels import products_are_wrong
 from qtrace.onnxfile.model import OnnxEditor, rename_tensors
 
-__all__ = ["MOVES", "WHOLE", "choose_columns", "has_odd_columns", "write_whole_columns"]
-
 WHOLE = "_whole"
 """What stands after the name of a result that has columns of zeros."""
 MOVES = {

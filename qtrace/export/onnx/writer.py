@@ -25,27 +25,6 @@ from qtrace.onnxfile.model import MAX_DEPTH, read_names, rename_tensors
 from qtrace.ops import OpCall
 from qtrace.scheme import QParams, QScheme
 
-__all__ = [
-    "Emitter",
-    "ModuleNames",
-    "OnnxWriter",
-    "OutputNames",
-    "array",
-    "axes_of",
-    "cast",
-    "emit_as",
-    "int64",
-    "integer_type",
-    "is_float",
-    "number",
-    "operand",
-    "parameter_source",
-    "rank",
-    "scalar_int64",
-    "shape_vector",
-    "unary",
-]
-
 _FLOAT = TensorProto.FLOAT
 
 

@@ -62,8 +62,6 @@ from qtrace.preparation.passes.quantized_file import quantize_as_file
 from qtrace.process import on_engine_thread, paused_collector
 from qtrace.storage.files import parse_document
 
-__all__ = ["declared_axes", "declared_inputs", "from_onnx", "open_inputs", "read_onnx"]
-
 _LOG = logging.getLogger("qtrace")
 
 

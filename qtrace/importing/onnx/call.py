@@ -14,8 +14,6 @@ from qtrace.importing.onnx.folding import Size, SizeError, whole
 from qtrace.importing.onnx.layers import Contradiction, Layers, Refusal
 from qtrace.importing.onnx.model import Computed, OnnxNode, Sizes, Stored, Value, is_float
 
-__all__ = ["Call", "Lowering"]
-
 _REQUIRED = object()
 # Op -> the attributes of its older definitions that are its inputs after the first since then.
 _MOVED = {

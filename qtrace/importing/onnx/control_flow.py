@@ -24,15 +24,6 @@ from qtrace.importing.onnx.layers import GraphRunner, Layers, Refusal, Scope
 from qtrace.importing.onnx.model import Computed, OnnxNode, Refused, SplitTensors, Stored, Value
 from qtrace.onnxfile.model import MAX_NODES, bodies_of, rename_tensors
 
-__all__ = [
-    "HANDLERS",
-    "SEQUENCE_OPS",
-    "Expansion",
-    "expand",
-    "lower_sequence",
-    "titled_parts",
-]
-
 _MAX_WRITTEN = 20_000  # nodes of all loops that are written out: a longer one is kept, and runs faster so
 
 

@@ -25,11 +25,6 @@ from qtrace.importing.onnx.model import Graph, OnnxNode, load_model, node_like, 
 from qtrace.importing.onnx.quantization import PACKED, bits_of
 from qtrace.onnxfile.model import read_names
 
-__all__ = [
-    "read_unrounded",
-    "with_float_weights",
-]
-
 _LOG = logging.getLogger("qtrace")
 # What onnxruntime.quantization.quantize_dynamic and the optimizer of onnxruntime write.
 _KEPT = {

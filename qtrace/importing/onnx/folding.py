@@ -24,27 +24,6 @@ from qtrace.importing.onnx.model import OnnxNode, Sizes, Stored
 from qtrace.onnxfile.fragment import SMALL
 from qtrace.onnxfile.model import RANDOM_OPS
 
-__all__ = [
-    "FOLDED",
-    "CannotEvaluate",
-    "Number",
-    "Size",
-    "SizeError",
-    "TooLarge",
-    "absolute",
-    "arithmetic",
-    "axis_size",
-    "evaluate",
-    "fold_sizes",
-    "infer_shapes",
-    "is_fixed",
-    "product",
-    "rounded",
-    "sizes_of",
-    "value_at",
-    "whole",
-]
-
 _MAX_TERM = 2**12  # of a fraction, so that its product with a size fits int32
 
 _MAX_STORED = 2**26  # elements by which all computed constants of a file exceed what they are computed of

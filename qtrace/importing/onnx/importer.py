@@ -52,8 +52,6 @@ from qtrace.importing.onnx.opaque import OpaqueNodes
 from qtrace.importing.onnx.ops import LOWERINGS
 from qtrace.onnxfile.fragment import SMALL
 
-__all__ = ["KEPT_WHERE_OPEN", "Importer"]
-
 _FLOAT32 = np.dtype(np.float32)
 
 # Kept as in the file where their lowering needs the size of an open axis: no layer is among them, so that an

@@ -15,8 +15,6 @@ from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.open_axes import OpenAxis, resize_axes
 from qtrace.importing.onnx.model import MAX_ELEMENTS, Graph, GraphInput
 
-__all__ = ["InputShape", "axes_of", "fix_axes", "open_sizes", "resize_inputs", "resolve_inputs"]
-
 _CARRIED = {
     **{name: name for name in ("float32", "int32", "int16", "int8", "uint8", "bool")},
     **dict.fromkeys(("int64", "uint16", "uint32", "uint64"), "int32"),

@@ -26,15 +26,6 @@ from qtrace.onnxfile.external_data import release
 from qtrace.preparation.passes.quantized_file import StoredGrid
 from qtrace.process import LargeFrees
 
-__all__ = [
-    "Contradiction",
-    "GraphRunner",
-    "Layers",
-    "Refusal",
-    "Scope",
-    "StoredSource",
-]
-
 _INT32 = np.iinfo(np.int32)
 _CARRIED = {"float32", "int32", "int16", "int8", "uint8", "bool"}
 

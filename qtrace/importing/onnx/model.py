@@ -27,34 +27,6 @@ from qtrace.onnxfile.model import MAX_DEPTH, MAX_NODES, bodies_of, captured_name
 from qtrace.preparation.passes.quantized_file import StoredGrid
 from qtrace.storage.files import problem
 
-__all__ = [
-    "DEFAULT_DOMAINS",
-    "LATEST_OPSET",
-    "MAX_ELEMENTS",
-    "OF_ONNXRUNTIME",
-    "UNCHANGED",
-    "Computed",
-    "Graph",
-    "GraphInput",
-    "OnnxNode",
-    "OpaqueValue",
-    "QuantizedIntegers",
-    "Refused",
-    "Sizes",
-    "SplitTensors",
-    "Stored",
-    "Value",
-    "array_of",
-    "is_float",
-    "load_model",
-    "load_structure",
-    "node_like",
-    "read_graph",
-    "read_version",
-    "standard_opset",
-    "stored_tensors",
-]
-
 DEFAULT_DOMAINS = ("", "ai.onnx")
 """The names of ONNX's own domain."""
 OF_ONNXRUNTIME = {op: onnx.defs.get_schema(op).since_version for op in ("LayerNormalization",)}

@@ -18,16 +18,6 @@ import onnx
 from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx.model import Graph, OnnxNode
 
-__all__ = [
-    "LayerPaths",
-    "is_anonymous",
-    "name_by_scopes",
-    "names_tensor",
-    "node_name",
-    "source_line",
-    "undoubled",
-]
-
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _STACK = "pkg.torch.onnx.stack_trace"
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\w+)')

@@ -40,8 +40,6 @@ from qtrace.onnxfile.fragment import Fragment, FragmentTensor, infer_outputs
 from qtrace.onnxfile.local_session import SessionError
 from qtrace.onnxfile.model import RANDOM_OPS, captured_names, own_operators, rename_tensors
 
-__all__ = ["OpaqueNodes"]
-
 _IR_VERSION = 11  # the latest that onnxruntime 1.23 reads
 
 

@@ -33,8 +33,6 @@ from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSetti
 from qtrace.onnxfile.model import read_ending
 from qtrace.onnxfile.sessions import open_session
 
-__all__ = ["Opened", "UnsupportedNodesError", "build_open", "open_axes_of"]
-
 # Open sizes at which the graph is compared, in steps: few values, then more; None for a larger size than
 # the recorded one.
 _LEAST_STEPS = (3, 7, None)

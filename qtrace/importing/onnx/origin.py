@@ -28,8 +28,6 @@ from qtrace.importing.onnx.model import Graph, standard_opset
 from qtrace.onnxfile.model import bodies_of
 from qtrace.process import paused_collector
 
-__all__ = ["keep_own", "list_names"]
-
 _PRODUCER = "qtrace.producer"  # in files of qtrace: the tool that wrote the file that was quantized
 
 

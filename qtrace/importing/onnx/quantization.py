@@ -24,26 +24,6 @@ from qtrace.importing.onnx.model import Computed, Graph, OnnxNode, QuantizedInte
 from qtrace.importing.onnx.naming import is_anonymous
 from qtrace.preparation.passes.quantized_file import FileRounding, StoredGrid
 
-__all__ = [
-    "MAX_TAKEN",
-    "MOVES",
-    "PACKED",
-    "PAIRS",
-    "PARTS",
-    "bits_of",
-    "dequantize",
-    "follow_stored",
-    "lower_pair",
-    "moves_of",
-    "quantize",
-    "read_grid",
-    "stored_name",
-    "unchanged",
-    "unwrap",
-    "with_pairs",
-    "wrap",
-]
-
 PACKED = ("int4", "uint4", "int2", "uint2")  # several in a byte: only weights
 _KINDS = ("int8", "uint8", "int16", "uint16", "int32")
 _SUFFIXES = ("_quantized", "_int", "_q", "_QuantizeLinear_Output")

@@ -30,17 +30,6 @@ from qtrace.importing.onnx.model import Graph, OnnxNode, count_readers, is_float
 from qtrace.importing.onnx.naming import is_anonymous, names_tensor
 from qtrace.onnxfile.model import read_names, rename_tensors
 
-__all__ = [
-    "LINEAR",
-    "cut",
-    "drop_unread",
-    "find_scales_and_shifts",
-    "join_biases",
-    "join_channel_biases",
-    "store_copies",
-    "without_strings",
-]
-
 
 def cut(graph: Graph, outputs: Sequence[str]) -> Graph:
     """Returns the part of a graph that computes some tensors, which are its outputs.

@@ -26,12 +26,6 @@ from qtrace.ops import OpCall
 from qtrace.storage.outputs import WRITTEN
 from qtrace.targets.caffe.writer import CaffeWriter
 
-__all__ = [
-    "ARITHMETIC",
-    "EMITTERS",
-    "FORMAT",
-]
-
 Emitter = Callable[[CaffeWriter, OpCall], None]
 
 
@@ -390,6 +384,8 @@ FORMAT = Format(
 
 
 class CaffeExporter:
+    """Writes a float graph as one Caffe net."""
+
     def __init__(self, flat: ConvertedGraph) -> None:
         self.graph = flat
         self.writer = CaffeWriter(flat.module.graph.name or "qtrace")

@@ -14,8 +14,6 @@ import numpy as np
 from qtrace.export.layer_net import LayerNetWriter
 from qtrace.ops import OpCall
 
-__all__ = ["CaffeWriter", "message"]
-
 
 class CaffeWriter(LayerNetWriter):
     """Collects the layers of one Caffe net. Layers have the names of the blobs that they write."""

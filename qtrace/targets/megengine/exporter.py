@@ -32,11 +32,6 @@ from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QScheme
 
-__all__ = [
-    "FORMAT",
-    "QuantizedGraph",
-]
-
 # Op kinds that MegEngine computes on integers because they only move values.
 _MOVING = "max_pool2d adaptive_max_pool2d reshape flatten transpose swapaxes expand_dims squeeze getitem"
 _MOVES = frozenset([*_MOVING.split(), "split", "pad", "concat", "identity", "dropout"])

@@ -13,8 +13,6 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
-__all__ = ["RUNTIME"]
-
 _PICKLE = b"\x80"
 
 

@@ -29,8 +29,6 @@ from qtrace.graph.walk import exprs
 from qtrace.ops.arguments import arguments
 from qtrace.preparation.model import remove_record
 
-__all__ = ["FORMAT", "write_functions"]
-
 
 def files(converted: ConvertedGraph, path: Path) -> dict[Path, bytes]:
     """Returns the file.

@@ -29,18 +29,6 @@ from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, ModuleNode
 from qtrace.graph.walk import owner, signature
 from qtrace.targets.msc.document import MSCNode
 
-__all__ = [
-    "BOOKKEEPING",
-    "StoredPlace",
-    "default_place",
-    "node_digest",
-    "read_dtype",
-    "read_value",
-    "same_call",
-    "stored_place",
-    "write_call",
-]
-
 _KINDS = ("parameter", "buffer", "constant")
 _BUFFERS = ("mean", "var")
 _ENDINGS = ("weight", "bias")

@@ -27,8 +27,6 @@ from qtrace.storage.checkpoints import unpack_arrays
 from qtrace.storage.files import replacing
 from qtrace.storage.outputs import WRITTEN
 
-__all__ = ["BLOCK", "MSCGraph", "MSCNode", "MSCPrim", "MSCTensor", "from_msc"]
-
 # MSC lists attributes in the order of a hash table: this is its order for a convolution. Others follow.
 _ORDER = "out_dtype strides kernel_layout groups padding data_layout dilation out_layout"
 _FIRST = {key: position for position, key in enumerate(_ORDER.split())}

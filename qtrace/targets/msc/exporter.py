@@ -41,15 +41,6 @@ from qtrace.targets.msc.calls import StoredPlace, default_place, node_digest, sa
 from qtrace.targets.msc.document import BLOCK, MSCGraph, MSCNode, MSCPrim, MSCTensor
 from qtrace.targets.msc.kinds import find_kind, standard_calls
 
-__all__ = [
-    "FORMAT",
-    "DocumentSizes",
-    "in_words_of_msc",
-    "output_layout",
-    "weight_layout",
-    "weight_shape",
-]
-
 # Tensor method or function -> prim, and how it is computed.
 _ARITHMETIC: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "add": ("Add", lambda a, b: a + b),

@@ -22,8 +22,6 @@ from qtrace.gradients import plain
 from qtrace.graph import functions
 from qtrace.targets.msc.document import MSCNode, MSCTensor
 
-__all__ = ["KINDS", "Calls", "Kind", "find_kind", "standard_calls"]
-
 _LAYOUTS = {len(layout): layout for layout in ("NCW", "NCHW", "NCDHW")}
 _MODES = {"nearest": "nearest_neighbor", "bilinear": "linear", "bicubic": "cubic"}  # MegEngine's, TVM's
 _END = int(np.iinfo(np.int32).max)  # of a slice that goes as far as the axis

@@ -31,8 +31,6 @@ from qtrace.targets.msc.calls import BOOKKEEPING, node_digest, read_dtype, read_
 from qtrace.targets.msc.document import MSCGraph, MSCNode, MSCTensor
 from qtrace.targets.msc.kinds import standard_calls
 
-__all__ = ["Roundings", "to_traced"]
-
 BIAS_SCHEME = "int32 sym"
 """The scheme of biases in documents: integers at the product of two scales."""
 

@@ -45,16 +45,6 @@ from qtrace.targets.ncnn.layers import LAYERS, NORMS
 from qtrace.targets.ncnn.moves import MOVES
 from qtrace.targets.ncnn.writer import ARRAY, NcnnLayer, NcnnWriter, Rounded, Weight, floats, fold, one_sample
 
-__all__ = [
-    "EMITTERS",
-    "FORMAT",
-    "find_fixing_layer",
-    "fuse_activations",
-    "fuse_roundings",
-    "sink_unread",
-    "split_branches",
-]
-
 Emitter = Callable[[NcnnWriter, OpCall], None]
 
 # Operations and activation functions in the order of ncnn's numbers for them.
@@ -323,6 +313,8 @@ FORMAT = Format(
 
 
 class NcnnExporter:
+    """Writes a converted graph as one ncnn net."""
+
     def __init__(self, converted: ConvertedGraph, floats: frozenset[str]) -> None:
         self.graph, self.floats = converted, floats
         self.writer = NcnnWriter()

@@ -14,8 +14,6 @@ from qtrace.graph.walk import users
 from qtrace.ops import OpCall, read
 from qtrace.targets.ncnn.writer import NcnnWriter, Weight, floats, integers, scale_of, tagged
 
-__all__ = ["LAYERS", "NORMS"]
-
 Emitter = Callable[[NcnnWriter, OpCall], None]
 
 

@@ -19,8 +19,6 @@ from qtrace.ops import OpCall
 from qtrace.targets.ncnn.layers import look_up
 from qtrace.targets.ncnn.writer import ARRAY, NcnnWriter
 
-__all__ = ["MOVES"]
-
 Emitter = Callable[[NcnnWriter, OpCall], None]
 
 # The order of the axes of a sample -> ncnn's number for it.

@@ -13,8 +13,6 @@ import numpy as np
 
 from qtrace.export.parameters import ParameterFile, Row, refuse
 
-__all__ = ["PARAMETERS"]
-
 _TITLE = "an ncnn table"
 _BACKEND = "prepare with the recipe backend/ncnn"
 

@@ -14,12 +14,6 @@ from qtrace.benchmarking.runners import Load, RunnerSettings, random_values
 from qtrace.errors import ExportError
 from qtrace.runtimes.child import RuntimeChild
 
-__all__ = [
-    "LOAD",
-    "read_blobs",
-    "read_index_inputs",
-]
-
 # The layers that give integers: Quantize, and a convolution whose scales (8=) include its result's scale.
 _ROUNDING, _INTEGER = "Quantize", ("8=101", "8=102")
 

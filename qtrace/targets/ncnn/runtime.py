@@ -18,8 +18,6 @@ from qtrace.targets.ncnn.runner import read_blobs, read_index_inputs
 from qtrace.targets.ncnn.writer import shapes_of_one_sample
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
-__all__ = ["RUNTIME"]
-
 
 class NcnnSession:
     """Runs a net on CPU, sample by sample."""

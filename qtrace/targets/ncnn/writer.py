@@ -28,20 +28,6 @@ from qtrace.graph.walk import owner
 from qtrace.ops import OpCall
 from qtrace.scheme import QParams
 
-__all__ = [
-    "NcnnLayer",
-    "NcnnWriter",
-    "SampleAxes",
-    "Weight",
-    "floats",
-    "fold",
-    "integers",
-    "one_sample",
-    "scale_of",
-    "shapes_of_one_sample",
-    "tagged",
-]
-
 _RESHAPES = ("reshape", "flatten", "expand_dims", "squeeze")
 # Ops that read only the shape of their input.
 _SHAPED = ("shape", "full_like")

@@ -8,8 +8,6 @@ from qtrace.extras.contracts import quantizer_rules, tensor_rules
 from qtrace.extras.contracts.base import Contract
 from qtrace.extras.contracts.quantizer_rules import ONNX_OPERATORS, scale_rules
 
-__all__ = ["CONTRACT"]
-
 _QUANTIZE = "ONNX Runtime documentation, Quantize ONNX Models"
 
 _ONNXRUNTIME_OPS = (

@@ -10,8 +10,6 @@ from qtrace.errors import ExportError
 from qtrace.onnxfile.local_session import SessionError, SessionSettings, dtype_of
 from qtrace.onnxfile.sessions import open_session
 
-__all__ = ["LOAD", "OnnxRunner"]
-
 
 class OnnxRunner:
     """A session with inputs.

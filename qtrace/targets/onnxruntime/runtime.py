@@ -20,8 +20,6 @@ from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.runtimes.base import Runtime
 from qtrace.verification.runtimes.onnx_model import ExposedSession, as_declared, with_integer_outputs
 
-__all__ = ["RUNTIME"]
-
 
 class OnnxSession(ExposedSession):
     """Runs an ONNX file on CPU; in this process in one thread, so that it runs next to the graph."""

@@ -9,8 +9,6 @@ import numpy as np
 from qtrace.benchmarking.runners import Load, RunnerSettings, fixed_shape, random_values
 from qtrace.onnxfile.sessions import OpenvinoFile
 
-__all__ = ["LOAD"]
-
 
 class OpenvinoRunner:
     """A compiled model with inputs."""

@@ -18,8 +18,6 @@ from qtrace.verification.crosscheck import BFLOAT16
 from qtrace.verification.runtimes.base import Runtime
 from qtrace.verification.runtimes.onnx_model import ExposedSession, as_declared, with_integer_outputs
 
-__all__ = ["RUNTIME"]
-
 # These settings make OpenVINO compute each op as it is written. Its low-precision transformations drop the
 # rounding on skip branches, dynamic quantization rounds the inputs of linear layers again, in groups, and the
 # default precision on some CPUs is bfloat16. With the transformations off, a rounded tensor that is an output

@@ -17,8 +17,6 @@ from onnx import TensorProto, helper, numpy_helper, shape_inference
 
 from qtrace.onnxfile.model import OnnxEditor
 
-__all__ = ["spell_out_roundings"]
-
 _TYPES = [TensorProto.DataType.Value(f"{sign}INT{bits}") for sign in ("", "U") for bits in (4, 8, 16)]
 
 

@@ -7,8 +7,6 @@ from onnx import TensorProto
 from qtrace.extras.contracts import graph_rules, quantizer_rules, tensor_rules
 from qtrace.extras.contracts.base import Contract
 
-__all__ = ["CONTRACT"]
-
 _QNN = "ONNX Runtime documentation, QNN Execution Provider"
 _QNN_TOOL = "ONNX Runtime, quantization for the QNN Execution Provider"
 

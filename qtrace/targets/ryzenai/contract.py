@@ -9,8 +9,6 @@ from onnx import TensorProto
 from qtrace.extras.contracts import graph_rules, quantizer_rules, tensor_rules
 from qtrace.extras.contracts.base import CPU, Contract
 
-__all__ = ["CONTRACT", "XINT8_CONTRACT"]
-
 _RYZEN = "Ryzen AI Software documentation, Model Quantization"
 _QUARK = "AMD Quark documentation, Quark for ONNX"
 

@@ -8,8 +8,6 @@ from qtrace.extras.contracts import graph_rules, quantizer_rules, tensor_rules
 from qtrace.extras.contracts.base import Contract
 from qtrace.extras.contracts.quantizer_rules import scale_rules
 
-__all__ = ["CONTRACT"]
-
 _EXPLICIT = "NVIDIA TensorRT documentation, Explicit Quantization"
 _TYPES = "NVIDIA TensorRT documentation, Working with Quantized Types"
 _PARSER = "ONNX-TensorRT, Supported ONNX Operators, QuantizeLinear and DequantizeLinear"

@@ -17,8 +17,6 @@ import numpy as np
 
 from qtrace.export.parameters import ParameterFile, Row, refuse, refuse_floating
 
-__all__ = ["PARAMETERS", "PARAMETERS_10"]
-
 _log = logging.getLogger("qtrace")
 _TITLE = "a TensorRT calibration cache"
 _INSTEAD = "or export format onnx, whose QuantizeLinear nodes TensorRT reads from release 8 on"

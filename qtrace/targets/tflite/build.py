@@ -31,24 +31,6 @@ from qtrace.targets.tflite.layout import (
 )
 from qtrace.targets.tflite.writer import TYPES, FileTensor, Grid, Inputs, TfliteWriter
 
-__all__ = [
-    "BuildOptions",
-    "Builder",
-    "Emitter",
-    "OpInFloat",
-    "OrderedTensor",
-    "Store",
-    "StoredLayer",
-    "Target",
-    "allowing",
-    "as_type",
-    "check_type",
-    "common_order",
-    "integer_type",
-    "number",
-    "operands",
-]
-
 Kinds = np.dtype | Sequence[np.dtype] | None
 
 

@@ -32,12 +32,6 @@ from qtrace.targets.tflite.layers import record_bias
 from qtrace.targets.tflite.layout import CHANNELS_LAST, FusedOp, KernelPlan, Order, file_shape, natural
 from qtrace.targets.tflite.writer import FileTensor, Grid, TfliteWriter
 
-__all__ = [
-    "Exporter",
-    "add_detections",
-    "emit_op",
-]
-
 _LOG = logging.getLogger("qtrace")
 
 

@@ -17,8 +17,6 @@ from qtrace.export.detections import Suppression
 from qtrace.export.format import Format
 from qtrace.export.parameters import Names, ParameterLayer, beside, parameter_file, site_table
 
-__all__ = ["FORMAT"]
-
 
 def files(
     converted: ConvertedGraph, path: Path, *, params: str | None = None, nms: Any = None

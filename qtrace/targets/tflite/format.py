@@ -21,8 +21,6 @@ from qtrace.export.converted import ConvertedGraph, float_kinds
 from qtrace.export.detections import Suppression
 from qtrace.export.format import Format
 
-__all__ = ["FORMAT"]
-
 _CHOICES = {"io": ("float32", "int8"), "functions": ("float", "table", "native")}
 # A file with integers at its ends is for devices without floats.
 _FUNCTIONS = {"float32": "float", "int8": "table"}

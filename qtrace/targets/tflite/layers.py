@@ -29,18 +29,6 @@ from qtrace.targets.tflite.layout import (
 )
 from qtrace.targets.tflite.writer import FileTensor, Grid
 
-__all__ = [
-    "FLOAT_LAYERS",
-    "INEXACT",
-    "LAYERS",
-    "float_bias",
-    "integer_bias",
-    "padded",
-    "record_bias",
-    "windows",
-    "zero_bias",
-]
-
 # XNNPACK multiplies no two affine operands. LiteRT's own kernel rounds twice: one off in 0.3 % of the values.
 INEXACT = frozenset({"matmul"})
 

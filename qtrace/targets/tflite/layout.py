@@ -19,22 +19,6 @@ from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QScheme
 
-__all__ = [
-    "CHANNELS_LAST",
-    "FUSED",
-    "FusedOp",
-    "KernelPlan",
-    "Moved",
-    "Order",
-    "bounds",
-    "channels_last",
-    "file_shape",
-    "moves_values",
-    "natural",
-    "reads_values",
-    "window_pads",
-]
-
 Order = tuple[int, ...]
 
 

@@ -14,8 +14,6 @@ from qtrace.targets.tflite.build import Builder, Emitter, OrderedTensor, common_
 from qtrace.targets.tflite.layout import FusedOp, Moved, Order, file_shape, natural
 from qtrace.targets.tflite.writer import FileTensor
 
-__all__ = ["FLOAT_INDEXING", "INDEXING", "MOVES", "reshape"]
-
 
 def reshape(b: Builder, node: TensorNode, source: OrderedTensor, moved: Moved) -> None:
     """Makes ``node`` the moved values of ``source`` in the node's shape."""

@@ -16,16 +16,6 @@ from qtrace.targets.tflite.layers import padded, windows, zero_bias
 from qtrace.targets.tflite.layout import CHANNELS_LAST, FusedOp, Order, bounds, file_shape, natural
 from qtrace.targets.tflite.writer import FileTensor, Grid, Inputs
 
-__all__ = [
-    "FLOAT_REDUCTIONS",
-    "FLOAT_WINDOWS",
-    "INTEGER_REDUCTIONS",
-    "INTEGER_WINDOWS",
-    "MOVING_REDUCTIONS",
-    "MOVING_WINDOWS",
-    "why_in_float",
-]
-
 
 def _left(order: Order, axes: tuple[int, ...], keeps: bool) -> Order:
     """Returns the order of the result when ``axes`` are reduced."""

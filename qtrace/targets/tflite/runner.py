@@ -12,8 +12,6 @@ import numpy as np
 from qtrace.benchmarking.runners import Load, RunnerSettings, fixed_shape, random_values
 from qtrace.runtimes.child import RuntimeChild
 
-__all__ = ["LOAD"]
-
 
 class LitertRunner:
     """An interpreter with inputs."""

@@ -23,8 +23,6 @@ from qtrace.runtimes.host import RuntimeHost
 from qtrace.storage.files import check_size
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
-__all__ = ["RUNTIME", "find_fixed_batch"]
-
 
 class _Interpreter:
     """A file that a child process has loaded: takes arrays, returns all its outputs.

@@ -14,8 +14,6 @@ from ai_edge_litert import schema_py_generated as schema
 
 from qtrace.scheme import QParams
 
-__all__ = ["TYPES", "FileTensor", "Grid", "Inputs", "TfliteWriter"]
-
 # The version of the schema, and its identifier in the first bytes of a file.
 _SCHEMA_VERSION = 3
 _IDENTIFIER = b"TFL3"

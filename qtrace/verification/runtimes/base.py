@@ -16,8 +16,6 @@ from qtrace.onnxfile.kernels import Kernels
 from qtrace.process import Together, count_threads
 from qtrace.runtimes.host import RuntimeHost
 
-__all__ = ["Prefetcher", "Runtime", "RuntimeRun", "Session", "run_outputs", "threads_for"]
-
 
 @dataclass(frozen=True)
 class RuntimeRun:

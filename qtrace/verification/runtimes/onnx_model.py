@@ -16,8 +16,6 @@ from qtrace.onnxfile.selecting import expose_places
 from qtrace.verification.float16 import read_float16_ops
 from qtrace.verification.runtimes.base import RuntimeRun
 
-__all__ = ["Exposed", "ExposedSession", "as_declared", "with_integer_outputs"]
-
 _SUFFIX = "_as_8_bits"
 
 # Type of a tensor of a graph -> types of inputs that it carries, as runtimes call them -> numpy's name.

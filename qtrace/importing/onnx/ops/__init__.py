@@ -19,8 +19,6 @@ from qtrace.importing.onnx.call import Lowering
 from qtrace.importing.onnx.ops import arithmetic, conv, linear, moves, norm, pick, resize
 from qtrace.importing.onnx.rewriting import LINEAR
 
-__all__ = ["LOWERINGS"]
-
 _FAMILIES = (arithmetic, conv, linear, moves, norm, pick, resize)
 
 LOWERINGS: Mapping[tuple[str, str], Lowering] = {

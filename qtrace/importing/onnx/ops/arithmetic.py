@@ -16,10 +16,6 @@ from qtrace.graph.types import CallFunction, TensorNode
 from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.model import Stored
 
-__all__ = [
-    "LOWERINGS",
-]
-
 
 def unary(function: Callable[..., Any]) -> Lowering:
     """Returns the lowering of a function of one float tensor."""

@@ -14,13 +14,6 @@ import onnx
 from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.model import Stored, Value
 
-__all__ = [
-    "LOWERINGS",
-    "Window",
-    "pad",
-    "read_window",
-]
-
 _MODULES = {1: M.Conv1d, 2: M.Conv2d, 3: M.Conv3d}
 _FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED_FUNCTIONS = {2: F.conv_transpose2d, 3: F.conv_transpose3d}

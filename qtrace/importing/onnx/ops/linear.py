@@ -22,11 +22,6 @@ from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.folding import Size, product, whole
 from qtrace.importing.onnx.model import Stored
 
-__all__ = [
-    "LOWERINGS",
-    "lower_linear",
-]
-
 _GATES = {"LSTM": "iofc", "GRU": "zrh", "RNN": "i"}  # as ONNX names them
 _ACTIVATIONS = {"LSTM": ["sigmoid", "tanh", "tanh"], "GRU": ["sigmoid", "tanh"], "RNN": ["tanh"]}
 _RESULTS = ("sequence", "hidden", "cell")

@@ -14,10 +14,6 @@ from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.folding import Number, Size, arithmetic, product, value_at, whole
 from qtrace.importing.onnx.model import Computed, Stored, is_float
 
-__all__ = [
-    "LOWERINGS",
-]
-
 _NOTHING = slice(0, 0)
 _LAST = int(np.iinfo(np.int32).max)  # a place from here on means the end of the axis
 _MAX_SECTIONS = 500  # of unlike sizes: MegEngine's time and memory grow with their square

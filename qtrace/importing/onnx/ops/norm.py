@@ -13,8 +13,6 @@ import numpy as np
 from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.model import Stored
 
-__all__ = ["LOWERINGS"]
-
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
 

@@ -12,10 +12,6 @@ import numpy as np
 from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.model import Stored
 
-__all__ = [
-    "LOWERINGS",
-]
-
 
 def _gather(call: Call) -> Any:
     rank = call.rank(0)

@@ -13,8 +13,6 @@ from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.folding import Size, value_at
 from qtrace.importing.onnx.model import Stored
 
-__all__ = ["LOWERINGS"]
-
 _SHIFTED = "half_pixel"
 
 

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import megengine
 from megengine.module import Module
 from megengine.traced_module.expr import Constant, Expr
 from megengine.traced_module.node import ModuleNode, NodeMixin
 from megengine.traced_module.traced_module import InternalGraph, TracedModuleBuilder
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from qtrace.errors import GraphError, SchemeError, TraceError
 from qtrace.graph.notes import name_with_line, source_line
@@ -237,6 +237,12 @@ def parsing(record: str, cure: str) -> Iterator[None]:
         yield
     except _DAMAGES as error:
         raise GraphError(f"{record} damaged ({type(error).__name__}): {cure}.") from error
+
+
+class Saved:
+    """A base of data classes that `from_json` reads; keys without a field are refused."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
 
 
 @functools.cache

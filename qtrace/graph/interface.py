@@ -14,15 +14,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from megengine import Tensor
 from megengine.traced_module.pytree import LeafDef, TreeDef, tree_flatten
-from pydantic import ConfigDict
 
 from qtrace.errors import GraphError
-from qtrace.graph.failures import from_json, parsing
+from qtrace.graph.failures import Saved, from_json, parsing
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
@@ -41,7 +40,7 @@ _CARRIED = {
 
 
 @dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(Saved):
     """Name and type of an input or output of a file.
 
     Attributes:
@@ -53,8 +52,6 @@ class TensorInfo:
     Raises:
         GraphError: for an empty name, a type that no traced module carries, or sizes that no tensor has.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
 
     name: str
     dtype: str
@@ -88,7 +85,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Interface:
+class Interface(Saved):
     """The inputs and outputs of the file that a traced module was imported from.
 
     Attributes:
@@ -99,8 +96,6 @@ class Interface:
     Raises:
         GraphError: when two inputs, or two outputs, have one name, or the metadata are no text.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
 
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from qtrace.learning import Adam
+from tests.each import each_of
 
 
-def test_adam_takes_the_steps_of_the_paper() -> None:
-    """Kingma and Ba 2015, algorithm 1, written out for one number."""
+@each_of("size", [1.0, 1e-8])
+def test_adam_takes_the_steps_of_the_paper(size: float) -> None:
+    """Kingma and Ba 2015, algorithm 1, written out for one number: gradients of any size, or of epsilon's."""
     value, m, v, x = np.array([1.0]), 0.0, 0.0, 1.0
     adam = Adam(value, 0.1)
-    for t, g in enumerate((0.5, -2.0, 3.0), start=1):
+    for t, g in enumerate((0.5 * size, -2.0 * size, 3.0 * size), start=1):
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
         x -= 0.1 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
         adam.step(np.array([g]))

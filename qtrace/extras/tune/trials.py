@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import QtraceError, refusing
-from qtrace.graph.failures import from_json
+from qtrace.graph.failures import Saved, from_json
 from qtrace.storage.files import parse_document, replacing
 from qtrace.storage.outputs import locked
 
@@ -93,7 +93,7 @@ def digest_of(recipe: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Suggestion:
+class Suggestion(Saved):
     """A recipe to try.
 
     Attributes:
@@ -111,7 +111,7 @@ class Suggestion:
 
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(Saved):
     """A layer whose bits a search may change.
 
     Attributes:
@@ -130,7 +130,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Saved):
     """One recipe, prepared, calibrated and judged; a line of ``trials.jsonl``.
 
     Attributes:

@@ -304,9 +304,8 @@ class Store:
         rank = range(len(source.shape))
         ranges = [parts.get(i, (0, source.shape[i], 1)) for i in rank]
         mask = sum(1 << i for i in rank if i not in parts)  # these have the size that there is
-        options = {"beginMask": mask, "endMask": mask}
         inputs: Inputs = [source, *zip(*ranges, strict=True)]
-        self.writer.op("STRIDED_SLICE", inputs, [target], **options)
+        self.writer.op("STRIDED_SLICE", inputs, [target], beginMask=mask, endMask=mask)
 
     def put(self, node: TensorNode, tensor: FileTensor, order: Order) -> None:
         """Makes ``tensor`` the value of ``node``."""

@@ -287,7 +287,7 @@ def _linear(b: Builder, op: FusedOp) -> None:
     target = b.target(op, order)
     inputs = [x, layer.stored_weight(weight, 0), layer.bias(weight.shape[0])]
     version = 12 if layer.ints and len(layer.weight_scales()) > 1 else 0
-    options = {"keepNumDims": True, "fusedActivationFunction": target.activation}
+    options: dict[str, Any] = {"keepNumDims": True, "fusedActivationFunction": target.activation}
     b.writer.op("FULLY_CONNECTED", inputs, [target.tensor], version, **options)
     b.finish(op, target)
 

@@ -97,8 +97,8 @@ def _negated(b: Builder, op: FusedOp) -> None:
 def _times_number(b: Builder, op: FusedOp, factor: float) -> None:
     x, order = b.get(op.call.inputs[0]).parts
     target = b.target(op, order)
-    inputs, options = [x, number(b, op.call, factor, None)], {"fusedActivationFunction": target.activation}
-    b.writer.op("MUL", inputs, [target.tensor], **options)
+    inputs = [x, number(b, op.call, factor, None)]
+    b.writer.op("MUL", inputs, [target.tensor], fusedActivationFunction=target.activation)
     b.finish(op, target)
 
 

@@ -257,6 +257,7 @@ def test_kept_batchnorm_trains_and_its_statistics_freeze() -> None:
     assert report.samples + report.measured == 64
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("placement", ["fastest", "balanced"])
 def test_an_activation_in_pieces_has_no_block_output_that_the_teacher_lacks(placement: str) -> None:
     module = net(

@@ -159,8 +159,8 @@ def test_evaluation_data_are_read_once_after_the_last_trial(tmp_path: Path) -> N
         return batches[:2]
 
     traced = qtrace.trace(small(), batches[0], check=False)
-    result = tune(traced, start(), batches, tmp_path / "b", TuneSettings(trials=6), evaluation=evaluation)
-    assert reads == [6]
+    result = tune(traced, start(), batches, tmp_path / "b", TuneSettings(trials=3), evaluation=evaluation)
+    assert reads == [3]
     assert result.evaluation.keys() == {"best", "second", "first"}
 
 
@@ -177,11 +177,11 @@ def test_a_metric_may_give_a_number_or_one_for_each_sample(tmp_path: Path) -> No
 
         return mge.Tensor(batch)
 
-    many = tune(traced, start(), batches, tmp_path / "many", TuneSettings(trials=3), metric=closeness)
+    many = tune(traced, start(), batches, tmp_path / "many", TuneSettings(trials=2), metric=closeness)
     assert len(many.best.samples) == 32
     assert many.best.value == pytest.approx(np.mean(many.best.samples))
     one = tune(
-        *(traced, start(), batches, tmp_path / "one", TuneSettings(trials=3)),
+        *(traced, start(), batches, tmp_path / "one", TuneSettings(trials=2)),
         metric=lambda model: float(closeness(model).mean()),
     )
     assert one.best.digest == many.best.digest
@@ -243,8 +243,8 @@ def test_the_cure_of_an_outlier_channel_is_tried_first_and_wins(tmp_path: Path) 
 
 
 def test_by_default_the_choice_is_no_dearer_than_the_first_recipe(tmp_path: Path) -> None:
-    x = planted.images(32)
-    batches = [x[i : i + 4] for i in range(0, 32, 4)]
+    x = planted.images(16)
+    batches = [x[i : i + 4] for i in range(0, 16, 4)]
     traced = qtrace.trace(planted.build("plain"), batches[0], check=False)
     result = tune(traced, qtrace.load_recipe("onnxruntime"), batches, tmp_path / "b", TuneSettings(trials=6))
     first = result.trials[0]
@@ -337,7 +337,7 @@ def test_a_search_that_is_killed_ends_with_the_same_recipe(
     assert summary["trials"] == trials
 
 
-def test_the_decoding_of_a_detector_is_found_by_its_structure(tmp_path: Path) -> None:
+def test_the_decoding_of_a_detector_is_found_by_its_structure(whole, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     batches = [rng.normal(size=(2, 4, 8, 8)).astype(np.float32) for _ in range(4)]
     traced = qtrace.trace(distributions(by_conv), batches[0], check=False)
@@ -347,10 +347,7 @@ def test_the_decoding_of_a_detector_is_found_by_its_structure(tmp_path: Path) ->
     assert trial.recipe["rules"][-1]["match"] == {"position": "tail"}
     assert "the decoding behind the last layers" in next(iter(trial.changes.values()))
     assert trial.value > result.trials[0].value
-    plain = tune(
-        qtrace.trace(small(), data()[0], check=False), start(), data(), tmp_path / "c", TuneSettings(trials=4)
-    )
-    assert all(t.origin != "structure" for t in plain.trials)
+    assert all(t.origin != "structure" for t in whole[1].trials)
 
 
 def test_a_packaged_recipe_that_is_surely_better_wins_with_its_reason(tmp_path: Path) -> None:

@@ -108,8 +108,7 @@ def tensor_files(path: Path, model: Any = None) -> list[Path]:
     Raises:
         ExportError: when one of them is missing, not whole, or outside of the model's folder.
     """
-    loaded = onnx.load(str(path), load_external_data=False) if model is None else model
-    return sorted({place.file for _, place in find_external(loaded, path)})
+    return sorted({place.file for _, place in find_external(model or read_model(path), path)})
 
 
 def _tensors_of_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
@@ -326,12 +325,13 @@ def read_model(path: Path) -> Any:
     """
     if importlib.util.find_spec("onnx") is None:
         raise ExportError(f"reading ONNX files needs the package onnx: run {install('onnx')}.")
-    from google.protobuf.message import DecodeError
+    from google.protobuf import json_format, message, text_format
 
+    wrong = (message.DecodeError, json_format.ParseError, text_format.ParseError, onnx.parser.ParseError)
     check_size(path, "ONNX")
     try:
         model = onnx.load(str(path), load_external_data=False)
-    except (DecodeError, OSError, RecursionError, ValueError) as error:
+    except (*wrong, OSError, RecursionError, ValueError) as error:
         raise ExportError(f"{path} is not an ONNX file, or not all of one: {error}.") from error
     if not model.graph.node and not model.graph.output:
         raise ExportError(f"{path} is not an ONNX file: it lacks a graph.")

@@ -370,6 +370,14 @@ def test_hostile_files_are_refused_in_a_sentence(tmp_path, edit):
     assert str(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize("suffix", [".onnx", ".json", ".textproto", ".onnxtxt"])
+def test_a_damaged_file_of_any_format_of_onnx_is_refused(tmp_path, suffix):
+    for text in ("[" * 100_000, "{", "x"):
+        (tmp_path / f"net{suffix}").write_text(text)
+        with pytest.raises(ImportingError, match="is not an ONNX file, or not all of one"):
+            qtrace.from_onnx(tmp_path / f"net{suffix}")
+
+
 def test_wrong_names_and_shapes_are_refused(tmp_path):
     path = save(model([node("Relu", "x", "y")], {"x": ["n", 3, "h", "w"]}), tmp_path)
     with pytest.raises(ImportingError, match=r"leaves sizes of 'x' \[n, 3, h, w\] open"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 SHOWN_NAMES = 3  # of a list within a sentence
 SHOWN_LINES = 20  # of a list of problems, or of lines that a report prints
@@ -80,6 +81,15 @@ class QtraceWarning(UserWarning):
 
 class TrainingError(QtraceError):
     """A fine-tuning cannot begin, or its loss is not finite."""
+
+
+@contextmanager
+def refusing(kind: type[QtraceError], subject: object, action: str) -> Iterator[None]:
+    """Says of an error of the system what cannot be done, such as ``written``, to a file or folder."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{subject} cannot be {action}: {error.strerror or error}.") from error
 
 
 def shorten_list(entries: Iterable[object], separator: str = ", ", limit: int = SHOWN_NAMES) -> str:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import abc
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Protocol, TypeVar
 
-import megengine as mge
 import numpy as np
 from megengine import Parameter, Tensor
 from megengine.autodiff import GradManager
@@ -39,7 +38,6 @@ __all__ = [
     "UnsupportedError",
     "choose_learning",
     "descend",
-    "queueless",
     "try_torch",
 ]
 
@@ -230,17 +228,6 @@ def _differentiate(step: LearningStep, inputs: Sequence[Tensor]) -> list[Tensor 
     for parameter in step.parameters:
         parameter.grad = None
     return [*computed, *gradients]
-
-
-@contextmanager
-def queueless() -> Iterator[None]:
-    """Lets MegEngine run each op at once: CPU gradients from its queue are wrong now and then."""
-    before = mge.config.async_level
-    mge.config.async_level = 0
-    try:
-        yield
-    finally:
-        mge.config.async_level = before
 
 
 # The choice of the engine that computes the steps of what learns.

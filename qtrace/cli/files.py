@@ -52,8 +52,7 @@ def _value(pair: str, text: str) -> Any:
     return tree.plain()
 
 
-@click.command(
-    cls=options.Command,
+@options.command(
     example="""
     qtrace export resnet18-int8/quantized.mge -o resnet18.onnx
     qtrace export resnet18-int8/quantized.mge -o resnet18.onnx -f onnx_float -O params=aimet-2.0.0
@@ -193,8 +192,7 @@ def _write_vectors(loaded: Any, out: Path, source: Any, count: int) -> Path:
     return write_vectors(loaded, out.with_name(f"{out.stem}.vectors"), source, count)
 
 
-@click.command(
-    cls=options.Command,
+@options.command(
     example="qtrace verify resnet18.onnx --model int8/quantized.mge --data images/ --recipe resnet50",
 )
 @click.argument("file")
@@ -257,8 +255,7 @@ def verify(
     return 0 if report.passed and not result.get("lost_groups") else 1
 
 
-@click.command(
-    cls=options.Command,
+@options.command(
     example="qtrace bisect resnet18.onnx --model int8/quantized.mge --data images/ --recipe resnet50",
 )
 @click.argument("file")
@@ -318,7 +315,7 @@ def bisect(
 _PACKAGED = "packaged"
 
 
-@click.command(cls=options.Command, example="qtrace bench float.onnx int8.onnx --by-op")
+@options.command(example="qtrace bench float.onnx int8.onnx --by-op")
 @click.argument("files", metavar="FILE...", nargs=-1, type=options.file_or_folder())
 @click.option(
     "--runtime",

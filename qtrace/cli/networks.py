@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["import_onnx", "inspect", "trace"]
 
 
-@click.command(
-    cls=options.Command,
-    example="qtrace trace models:resnet18 --shape 1x3x224x224 -o resnet18.mge",
-)
+@options.command(example="qtrace trace models:resnet18 --shape 1x3x224x224 -o resnet18.mge")
 @click.argument("factory", metavar="PKG.MOD:FACTORY")
 @options.example
 @click.option(
@@ -84,11 +81,7 @@ def trace(
     console.result(str(out.path), {"model": str(out.path), **ends})
 
 
-@click.command(
-    "import",
-    cls=options.Command,
-    example="qtrace import recogniser.onnx --shape x=1x3x48x320 -o recogniser.mge",
-)
+@options.command("import", example="qtrace import recogniser.onnx --shape x=1x3x48x320 -o recogniser.mge")
 @click.argument("network", metavar="FILE.onnx")
 @options.input_shapes
 @click.option(
@@ -138,8 +131,7 @@ def import_onnx(
 _SAMPLES = 4  # of a batch
 
 
-@click.command(
-    cls=options.Command,
+@options.command(
     example="""
         qtrace inspect float.mge
         qtrace inspect detector.onnx --time 10 --json

@@ -33,6 +33,7 @@ __all__ = [
     "allow_code",
     "allowed_classes",
     "collecting",
+    "command",
     "data",
     "derived",
     "dumped",
@@ -52,20 +53,26 @@ __all__ = [
 ]
 
 
-class _Example(click.Command):
+class Command(click.Command):
+    """A command whose help ends with an example."""
+
     def __init__(self, *args: Any, example: str, **kwargs: Any) -> None:
         kwargs.setdefault("no_args_is_help", True)
         super().__init__(*args, **kwargs)
         self.example = example
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Refuses an empty argument, such as a shell's variable that is not set; else parses them."""
+        """Parses arguments; refuses an empty one, such as a shell variable that is not set, and NaN."""
         for before, text in itertools.pairwise(["", *args]):
             if not text or (text.startswith("--") and text.endswith("=")):
                 flag = text[:-1] or before
                 name = flag if flag.startswith("-") else "an argument"
                 raise click.UsageError(f"{name} is empty: give a value, or leave it out.", ctx)
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        for option in self.params:
+            if isinstance(value := ctx.params.get(option.name or ""), float) and math.isnan(value):
+                raise click.BadParameter("NaN passes every bound: give a number.", ctx, option)
+        return rest
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the example without wrapping, unlike an epilog."""
@@ -74,12 +81,15 @@ class _Example(click.Command):
                 formatter.write(f"  {line.strip()}\n")
 
 
-class Command(_Example):
-    """A command with an example."""
+class Group(Command, click.Group):
+    """A group of commands whose help ends with an example."""
+
+    command_class = Command
 
 
-class Group(_Example, click.Group):
-    """A group of commands with an example."""
+def command(name: str | None = None, **settings: Any) -> Callable[..., Any]:
+    """Makes a `Command` of a function; see `click.command`."""
+    return click.command(name, cls=Command, **settings)
 
 
 runtime = click.option(
@@ -346,15 +356,6 @@ class NamedShapeType(click.ParamType):
         return name, ShapeType().convert(shape, param, ctx)
 
 
-class _Seconds(click.FloatRange):
-    """A number of seconds; refuses NaN, which passes every bound."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if math.isnan(seconds := super().convert(value, param, ctx)):
-            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
-        return seconds
-
-
 def file_or_folder() -> click.Path:
     """A path as a Path; commands check it where they use it, with clearer messages."""
     return click.Path(path_type=Path)
@@ -598,7 +599,7 @@ def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--checkpoint-seconds",
             "seconds",
-            type=_Seconds(0),
+            type=click.FloatRange(0),
             default=60.0,
             show_default=True,
             help="Seconds between checkpoints.",

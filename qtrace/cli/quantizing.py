@@ -16,8 +16,7 @@ from qtrace.quantizing.options import DataReading, FolderOptions, QuantizeOption
 __all__ = ["calibrate", "quantize"]
 
 
-@click.command(
-    cls=options.Command,
+@options.command(
     example="""
         qtrace quantize net.onnx --data images/ --recipe resnet50 -o net-int8.onnx
         qtrace quantize net.onnx --data train.npy --metric metrics:accuracy --max-drop 0.01 -o net.tflite
@@ -119,10 +118,7 @@ def quantize(
     return 0 if checks.passed else 1
 
 
-@click.command(
-    cls=options.Command,
-    example="qtrace calibrate resnet18.mge --data images/ --recipe resnet50 --out resnet18-int8",
-)
+@options.command(example="qtrace calibrate resnet18.mge --data images/ --recipe resnet50 --out resnet18-int8")
 @click.argument("model")
 @options.data(required=True)
 @options.recipe("int8")

@@ -269,12 +269,7 @@ def recipes() -> None:
     """List, show, check and begin recipes."""
 
 
-@recipes.command(
-    "list",
-    cls=options.Command,
-    example="qtrace recipes list",
-    no_args_is_help=False,
-)
+@recipes.command("list", example="qtrace recipes list", no_args_is_help=False)
 @options.output
 def list_recipes(console: Console) -> None:
     """List the recipes that come with qtrace, one a line."""
@@ -298,10 +293,7 @@ def list_recipes(console: Console) -> None:
     console.result("\n\n".join(blocks), rows)
 
 
-@recipes.command(
-    cls=options.Command,
-    example="qtrace recipes show resnet50",
-)
+@recipes.command(example="qtrace recipes show resnet50")
 @click.argument("name")
 @options.allow_code
 @options.output
@@ -321,7 +313,6 @@ def show(name: str, allow_code: bool, console: Console) -> None:
 
 
 @recipes.command(
-    cls=options.Command,
     example="""
     qtrace recipes check mine.yaml
     qtrace recipes check mine.yaml --model resnet18.mge
@@ -402,10 +393,7 @@ def _with_model(
     return matches, [match.problem for match in matches if match.problem]
 
 
-@recipes.command(
-    cls=options.Command,
-    example="qtrace recipes new --from backend/tensorrt --from resnet --out mine.yaml",
-)
+@recipes.command(example="qtrace recipes new --from backend/tensorrt --from resnet --out mine.yaml")
 @click.option(
     "--from",
     "names",

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["compare", "explain", "sensitivity"]
 
 
-@click.command(
-    cls=options.Command,
+@options.command(
     example="""
         qtrace explain resnet18.mge --recipe resnet50
         qtrace explain int8/prepared.mge --why layer1.0.conv1
@@ -97,8 +96,7 @@ def _result(explanation: Any, why: str | None, every: bool, width: int | None) -
 _DRAWN = 10  # sites whose channels are drawn
 
 
-@click.command(
-    cls=options.Command,
+@options.command(
     example="""
         qtrace compare int8/quantized.mge --data unseen/ --recipe resnet50
         qtrace compare int8/prepared.mge --data unseen.npy --sort own --html errors.html --float float.mge
@@ -190,8 +188,7 @@ def _findings(diagnosis: Diagnosis | None) -> tuple[list[str], list[ChannelRange
     ]
 
 
-@click.command(
-    cls=options.Command,
+@options.command(
     example="""
         qtrace sensitivity float.mge --data images/ --recipe resnet50
         qtrace sensitivity float.mge --data images/ --eval-data unseen/ --recipe w4a4.yaml \\

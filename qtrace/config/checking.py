@@ -385,9 +385,5 @@ def _bits(name: str) -> dict[str, int]:
 
 
 def _written(backend: Backend, sort: str) -> str:
-    widths = [str(bits) for bits in _widths(backend, sort)]
+    widths = [str(bits) for bits in backend.limits[sort].bits]
     return " or ".join(filter(None, [", ".join(widths[:-1]), widths[-1]]))
-
-
-def _widths(backend: Backend, sort: str) -> Iterable[int]:
-    return backend.limits[sort].bits

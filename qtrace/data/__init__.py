@@ -14,17 +14,6 @@ if TYPE_CHECKING:
     from qtrace.data.base import Batch, DataSource, SizedSource
     from qtrace.data.opening import open_data
 
-__all__ = [
-    "Batch",
-    "DataSource",
-    "SizedSource",
-    "blame",
-    "import_object",
-    "is_installed",
-    "is_object_name",
-    "open_data",
-]
-
 _HOMES = {
     "qtrace.data.base": "Batch DataSource SizedSource",
     "qtrace.data.arrays": "blame import_object is_installed is_object_name",

@@ -340,11 +340,6 @@ def blame(name: str, doing: str, error: BaseException) -> str:
     return f"{name}: {doing} raised {type(error).__name__}{f': {detail}' if detail else ''}{line}."
 
 
-def open_loader(name: str, max_batches: int | None, preprocess: Preprocess | None = None) -> DataSource:
-    """Opens the batches of ``pkg.mod:name``, an iterable or a callable that returns one."""
-    return open_batches(name, import_object(name), max_batches, preprocess)
-
-
 def open_batches(
     name: str, target: Any, max_batches: int | None, preprocess: Preprocess | None = None
 ) -> DataSource:

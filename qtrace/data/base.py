@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.errors import CalibrationError, DataError
+from qtrace.errors import CalibrationError, DataError, refusing
 from qtrace.graph.kernels import MAX_RANK
 
 NO_EMPTY_AXES = (
@@ -136,10 +136,8 @@ def batch_length(batch: Batch) -> int:
 
 def file_identity(path: Path) -> str:
     """Returns size and time of change of a file."""
-    try:
+    with refusing(DataError, path, "read"):
         status = path.stat()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
@@ -200,7 +198,7 @@ def read_array(value: Any, index: int) -> np.ndarray:
     """
     if isinstance(value, (str, bytes, os.PathLike)):
         raise CalibrationError(f"batch {index} holds the path {_path(value)}: give the arrays, {_READ}.")
-    library = _library(value)
+    library = type(value).__module__.partition(".")[0]
     if library == "PIL":
         raise CalibrationError(f"batch {index} holds an image of PIL: {_IMAGE}.")
     if library == "torch" and hasattr(value, "detach"):
@@ -234,10 +232,6 @@ def what_is_no_iterable(batches: Any) -> str:
 
 def _is_table(value: Any) -> bool:
     return hasattr(value, "columns") and hasattr(value, "to_numpy")
-
-
-def _library(value: Any) -> str:
-    return type(value).__module__.partition(".")[0]
 
 
 def _path(value: Any) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import megengine as mge
 import megengine.functional as F
 import numpy as np
 from megengine import Tensor
@@ -18,6 +17,7 @@ from qtrace.gradients.recurrent import checked_shapes
 from qtrace.graph.failures import short
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interface import TensorInfo, argument_names, has_traced_structure, list_inputs, read_inputs
+from qtrace.graph.kernels import synchronous
 from qtrace.graph.nonfinite import search_nonfinite
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.types import TensorNode, TracedModule
@@ -292,7 +292,7 @@ def as_arguments(batch: Any, model: TracedModule, index: int = 0) -> _Arguments:
         CalibrationError: when the batch is not made of arrays, does not hold the model's inputs, or has
             other sizes than an imported file fixes.
     """
-    value = _map_values(batch, lambda leaf: _tensor(leaf, index))
+    value = map_values(batch, lambda leaf: _tensor(leaf, index))
     candidates: list[_Arguments] = [((value,), {})]
     if isinstance(batch, (tuple, list)):
         candidates = [(tuple(value), {})]
@@ -373,23 +373,15 @@ def find_values(arguments: _Arguments, test: Callable[[np.ndarray], np.ndarray],
     """
     args, kwargs = arguments
     for key, argument in (*enumerate(args), *kwargs.items()):
-        for value in _values(argument):
+        leaves: list[Any] = []
+        map_values(argument, leaves.append)
+        for value in (leaf.numpy() for leaf in leaves):
             if value.dtype.kind == "f" and value.size and (matches := test(value)).any():
                 place = [int(axis[0]) for axis in np.nonzero(matches)]
                 return f"input {key} at {place}" + (
                     f" (sample {getattr(index, 'first', 0) + place[0]})" if place else ""
                 )
     return ""
-
-
-def _values(value: Any) -> Iterator[np.ndarray]:
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _values(item)
-    else:
-        yield value.numpy()
 
 
 def first_samples(arguments: _Arguments, count: int, model: TracedModule | None = None) -> _Arguments | None:
@@ -407,7 +399,7 @@ def first_samples(arguments: _Arguments, count: int, model: TracedModule | None 
         sizes.update(map(int, value.shape[:1]))  # none of a setting
         return value[:count] if value.ndim else value
 
-    samples = _map_values(arguments, cut)
+    samples = map_values(arguments, cut)
     if len(sizes) != 1 or sizes.pop() <= count:
         return None
     return samples if model is None or can_run(model, samples) else None
@@ -417,14 +409,14 @@ def split_samples(arguments: _Arguments) -> list[_Arguments]:
     """Returns a call for each sample of a batch whose Tensors share their first axis."""
 
     def sample(number: int) -> _Arguments:
-        return _map_values(arguments, lambda value: value[number : number + 1] if value.ndim else value)
+        return map_values(arguments, lambda value: value[number : number + 1] if value.ndim else value)
 
     return [sample(number) for number in range(count_samples(arguments))]
 
 
 def every_second(arguments: _Arguments) -> _Arguments:
     """Returns every second sample of a batch whose Tensors share their first axis."""
-    return _map_values(arguments, lambda value: value[::2] if value.ndim else value)
+    return map_values(arguments, lambda value: value[::2] if value.ndim else value)
 
 
 def can_run(model: TracedModule, arguments: _Arguments, samples: int | None = None) -> bool:
@@ -437,7 +429,7 @@ def can_run(model: TracedModule, arguments: _Arguments, samples: int | None = No
     """
     results: list[Tensor] = []
     try:
-        _map_values(_call_at_once(model, arguments), results.append)
+        map_values(_call_at_once(model, arguments), results.append)
     except (AssertionError, TypeError, RuntimeError, ValueError):  # MegEngine's are of no class of their own
         return False
     except GraphError:  # of a node that is kept as in the file
@@ -462,12 +454,8 @@ def check_run(model: TracedModule, arguments: _Arguments, index: int) -> None:
 
 def _call_at_once(model: TracedModule, arguments: _Arguments) -> Any:
     """Calls ``model`` in eval mode without a queue, so that an error of a kernel is raised here."""
-    level, mge.config.async_level = mge.config.async_level, 0
-    try:
-        with evaluating(model):
-            return model(*arguments[0], **arguments[1])
-    finally:
-        mge.config.async_level = level
+    with synchronous(), evaluating(model):
+        return model(*arguments[0], **arguments[1])
 
 
 def count_samples(arguments: _Arguments) -> int:
@@ -476,7 +464,7 @@ def count_samples(arguments: _Arguments) -> int:
     Tensors in dicts, tuples and lists count as those outside of them.
     """
     shapes: list[tuple[int, ...]] = []
-    _map_values(arguments, lambda value: shapes.append(tuple(getattr(value, "shape", ()))))
+    map_values(arguments, lambda value: shapes.append(tuple(getattr(value, "shape", ()))))
     return next((int(shape[0]) for shape in shapes if shape), 1)
 
 
@@ -514,14 +502,11 @@ def evaluating(model: TracedModule) -> Iterator[None]:
     for module, _ in flags:
         module.train(False, recursive=False)
     recurrent = any(isinstance(module, (LSTM, RNN)) for module, _ in flags)
-    level = mge.config.async_level
-    if any(_races(module) for module, _ in flags):
-        mge.config.async_level = 0
+    races = any(_races(module) for module, _ in flags)
     try:
-        with checked_shapes() if recurrent else nullcontext():
+        with checked_shapes() if recurrent else nullcontext(), synchronous() if races else nullcontext():
             yield
     finally:
-        mge.config.async_level = level
         for module, training in flags:
             module.training = training
 
@@ -532,12 +517,12 @@ def _races(module: Module) -> bool:
     return any(getattr(expr, "func", None) in _RACING for graph in graphs for expr in graph._exprs)
 
 
-def _map_values(value: Any, change: Callable[[Any], Any]) -> Any:
+def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
     """Applies ``change`` to the values in nested dicts, tuples and lists."""
     if isinstance(value, Mapping):
-        return {k: _map_values(v, change) for k, v in value.items()}
+        return {k: map_values(v, change) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
-        items = [_map_values(v, change) for v in value]
+        items = [map_values(v, change) for v in value]
         return items if isinstance(value, list) else tuple(items)  # also of a named tuple
     return change(value)
 

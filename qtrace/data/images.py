@@ -18,7 +18,7 @@ import numpy as np
 
 from qtrace.config.qconfig import MOST_PIXELS
 from qtrace.data.base import Batch, SizedSource, file_identity
-from qtrace.errors import DataError
+from qtrace.errors import DataError, refusing
 from qtrace.process import caught_lines
 
 if TYPE_CHECKING:
@@ -78,14 +78,12 @@ def decode(path: Path, channels: int) -> np.ndarray:
 
 def _contents(path: Path) -> bytes:
     """Reads a regular file."""
-    try:
+    with refusing(DataError, path, "read"):
         if path.exists() and not path.is_file():  # a pipe would never end
             raise DataError(f"{path} is not a regular file.")
         if path.stat().st_size > _MAX_BYTES:
             raise DataError(f"{path} has more than {_MAX_BYTES >> 30} GiB: no image to calibrate with.")
         data = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     if not data:
         raise DataError(f"{path} is empty.")
     return data

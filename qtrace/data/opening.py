@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtrace.data.arrays import LABELS, ArraySource, is_object_name, open_batches, open_loader
+from qtrace.data.arrays import LABELS, ArraySource, import_object, is_object_name, open_batches
 from qtrace.data.base import (
     Batch,
     DataSource,
@@ -303,7 +303,7 @@ def open_data(
             path, batch_size=batch_size, max_batches=max_batches, shape=shape, preprocess=preprocess
         )
     if is_object_name(source) and not path.exists():
-        return open_loader(source, max_batches, preprocess)
+        return open_batches(source, import_object(source), max_batches, preprocess)
     problem = "cannot be read as data" if source and path.exists() else "does not exist"
     raise DataError(f"{source!r} {problem}; give {_FORMS}.")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.stepping import finish
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.tracing.running import engine_for_tracing
-from qtrace.graph.walk import argument_spec, op_label, set_arguments
+from qtrace.graph.walk import argument_spec, op_label, set_arguments, set_positional_graph
 
 
 class GraphBuilder:
@@ -306,12 +305,7 @@ class GraphBuilder:
             if not isinstance(leaf, Node) or leaf not in self._shapes:
                 raise GraphError(f"{leaf} is not a node of this graph: return nodes only.")
         self.graph._outputs[:] = leaves
-        inputs = self.graph._inputs
-        names = [node._name for node in inputs]
-        _, arg_def = tree_flatten(((self.traced, *(Tensor(0.0) for _ in inputs[1:])), {}))
-        self.traced.argdef_graph_map = {arg_def: self.graph}
-        self.traced.argdef_outdef_map = {arg_def: out_def}
-        self.traced.argspec = inspect.FullArgSpec(names, None, None, None, [], None, {})
+        set_positional_graph(self.traced, self.graph, out_def)
         finish(self.traced)
         if copy_views:
             insert_copies(self.traced, find_copies(self.traced))

@@ -31,7 +31,7 @@ from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter, interpret, last
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.notes import source_line
 from qtrace.graph.tracing.example_inputs import to_tensors
-from qtrace.graph.walk import module_path, op_label
+from qtrace.graph.walk import check_traced, module_path, op_label
 from qtrace.process import on_engine_thread
 
 # Finds the first difference between two runs or two traces of one module.
@@ -310,10 +310,7 @@ def check_samples(traced: TracedModule, *inputs: Any, **kwargs: Any) -> SamplesR
         GraphError: when there are fewer than two samples, when ``traced`` does not take the inputs, or when
             an op fails on the batch.
     """
-    if not isinstance(traced, TracedModule):
-        raise GraphError(
-            f"check_samples takes a TracedModule, not a {type(traced).__name__}: trace it first."
-        )
+    check_traced(traced, "check_samples takes")
     flat = flatten(traced)
     values = list(to_tensors(inputs)), dict(zip(kwargs, to_tensors(tuple(kwargs.values())), strict=True))
     tensors = Interpreter(flat).bind(tuple(values[0]), values[1])[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
@@ -11,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import megengine
 from megengine.module import Module
 from megengine.traced_module.expr import Constant, Expr
 from megengine.traced_module.node import ModuleNode, NodeMixin
 from megengine.traced_module.traced_module import InternalGraph, TracedModuleBuilder
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from qtrace.errors import GraphError, SchemeError, TraceError
 from qtrace.graph.notes import name_with_line, source_line
@@ -184,6 +185,21 @@ def short(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
+def copy_module(source: Module, problem: str) -> Module:
+    """Copies ``source`` with its tensors.
+
+    Raises:
+        TraceError: when it cannot be copied, with the ``problem`` that this is.
+    """
+    try:
+        return copy.deepcopy(source)
+    except Exception as error:
+        raise TraceError(
+            f"{type(source).__name__} cannot be copied, so {problem}; take what cannot be copied out of its "
+            f"attributes ({short(error)})."
+        ) from error
+
+
 def describe_failure(expr: Expr, inputs: Sequence[Any], error: Exception, advice: str = "") -> str:
     """Returns a sentence about an op that fails, such as ``a_out (Conv2d, net.py:3) fails on x (1, 3): ...``.
 
@@ -221,6 +237,12 @@ def parsing(record: str, cure: str) -> Iterator[None]:
         yield
     except _DAMAGES as error:
         raise GraphError(f"{record} damaged ({type(error).__name__}): {cure}.") from error
+
+
+class Saved:
+    """A base of data classes that `from_json` reads; keys without a field are refused."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from qtrace.graph.kernels import shared_copies, shared_copy
 from qtrace.graph.notes import move_meta, own_meta
 from qtrace.graph.renewal import InlinedCall, renew_calls, same_type
 from qtrace.graph.stepping import finish
-from qtrace.graph.walk import called_graph, get_module
+from qtrace.graph.walk import called_graph, get_module, set_graph
 
 
 def add_submodule(traced: TracedModule, path: str, module: Module) -> None:
@@ -99,19 +99,15 @@ def flatten(traced: TracedModule) -> TracedModule:
     """
     memo = shared_copies(traced)
     root = _copy_tree(traced, memo)
-    (arg_def, graph), (out_def,) = (
-        next(iter(traced.argdef_graph_map.items())),
-        traced.argdef_outdef_map.values(),
-    )
+    arg_def, graph = next(iter(traced.argdef_graph_map.items()))
+    (out_def,) = traced.argdef_outdef_map.values()
     flat = InternalGraph(graph._name, graph._qualname)
     emitter = _Emitter(root, graph, flat, memo)
     inputs = [emitter.copy_input(node) for node in graph._inputs]
     flat._inputs[:] = inputs
     outputs = emitter.inline(graph, inputs, "", "", {})
     flat._outputs[:] = outputs
-    root.argdef_graph_map = {arg_def: flat}
-    root.argdef_outdef_map = {arg_def: out_def}
-    root.argspec = traced.argspec
+    set_graph(root, flat, arg_def, out_def, traced.argspec)
     renew_calls(root, emitter.resized)
     finish(root)
     return root

@@ -41,6 +41,7 @@ from qtrace.graph.kernels import (
     holds_large_tensors,
     quiet_engine,
     shared_copies,
+    synchronous,
 )
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.walk import called_graph, freeze, get_module, owner, reads_shape, updates_inputs
@@ -299,8 +300,7 @@ def _opaque_types(inputs: Sequence[Any]) -> list[Any] | None:
 def _call(expr: Expr, values: Sequence[Any]) -> tuple[list[Any], TreeDef]:
     """Calls the op of ``expr``; returns the leaves and the structure of its result."""
     module = owner(expr)
-    level, mge.config.async_level = mge.config.async_level, 0
-    try:
+    with synchronous():
         if isinstance(expr, Apply):
             check_op(expr.opdef, values)
             result: Any = tuple(apply(expr.opdef, *values))
@@ -319,8 +319,6 @@ def _call(expr: Expr, values: Sequence[Any]) -> tuple[list[Any], TreeDef]:
             result = _callee(expr, args)(*args[bound:], **kwargs)
             if isinstance(expr, CallMethod) and expr.method == "__setitem__":
                 result = args[0]
-    finally:
-        mge.config.async_level = level
     leaves, structure = tree_flatten(result, is_leaf=lambda leaf: isinstance(leaf, (RawTensor, VarNode)))
     return list(leaves), structure
 

@@ -21,11 +21,11 @@ from megengine import Tensor
 from megengine.traced_module.pytree import LeafDef, TreeDef, tree_flatten
 
 from qtrace.errors import GraphError
-from qtrace.graph.failures import parsing
+from qtrace.graph.failures import Saved, from_json, parsing
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
-from qtrace.graph.walk import op_label
+from qtrace.graph.walk import op_label, set_graph
 
 # The interface of the file that a traced module was imported from: names, order and types of its tensors.
 
@@ -40,7 +40,7 @@ _CARRIED = {
 
 
 @dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(Saved):
     """Name and type of an input or output of a file.
 
     Attributes:
@@ -85,7 +85,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Interface:
+class Interface(Saved):
     """The inputs and outputs of the file that a traced module was imported from.
 
     Attributes:
@@ -127,28 +127,13 @@ class Interface:
             GraphError: when the text is anything else.
         """
         with parsing("the interface that the model carries is", "import the file again"):
-            document = json.loads(text)
-            if not {"inputs", "outputs"} <= set(document) <= {"inputs", "outputs", "metadata"}:
-                raise ValueError("its keys are not 'inputs', 'outputs' and 'metadata'")
-            metadata = tuple((key, value) for key, value in document.get("metadata", ()))
-            return cls(_tensors(document["inputs"]), _tensors(document["outputs"]), metadata)
+            return from_json(cls, text)
 
 
 def _are_sizes(sizes: Any) -> bool:
     if not isinstance(sizes, tuple) or len(sizes) > MAX_RANK:
         return False
     return all(n is None or (isinstance(n, int) and not isinstance(n, bool) and n > 0) for n in sizes)
-
-
-def _tensors(items: Any) -> tuple[TensorInfo, ...]:
-    keys = {"name", "dtype"}
-    if not isinstance(items, list) or not all(keys <= set(item) <= keys | {"sizes"} for item in items):
-        raise ValueError("its tensors are not made of 'name', 'dtype' and 'sizes'")
-    sizes = (item.get("sizes") for item in items)
-    return tuple(
-        TensorInfo(item["name"], item["dtype"], None if axes is None else tuple(axes))
-        for item, axes in zip(items, sizes, strict=True)
-    )
 
 
 def write_interface(traced: TracedModule, interface: Interface) -> None:
@@ -350,7 +335,7 @@ def _append_input(traced: TracedModule, name: str, shape: Sequence[int], dtype: 
     defaults = None if spec.defaults is None else (*spec.defaults, None)
     graph._inputs.append(node)
     spec = spec._replace(args=[*spec.args, name], defaults=defaults)
-    _define(traced, tree_flatten(((*args, node), kwargs))[1], out_def, spec)
+    set_graph(traced, traced.graph, tree_flatten(((*args, node), kwargs))[1], out_def, spec)
     _edit_interface(traced, add=TensorInfo(name, np.dtype(dtype).name))
     return node
 
@@ -378,7 +363,7 @@ def _drop_input(traced: TracedModule, node: Node) -> None:
     names = [name for i, name in enumerate(spec.args) if i != index]
     others = (value for i, value in enumerate(args) if i != index)
     spec = spec._replace(args=names, defaults=tuple(defaults) or None)
-    _define(traced, tree_flatten(((*others,), kwargs))[1], out_def, spec)
+    set_graph(traced, traced.graph, tree_flatten(((*others,), kwargs))[1], out_def, spec)
     _edit_interface(traced, drop=place - 1)
 
 
@@ -445,7 +430,7 @@ def _replace_outputs(traced: TracedModule, outputs: Any) -> None:
     if interface is not None:
         known = dict(zip(traced.graph._outputs, interface.outputs, strict=True))
     traced.graph._outputs[:] = leaves
-    _define(traced, arg_def, out_def, traced.argspec)
+    set_graph(traced, traced.graph, arg_def, out_def, traced.argspec)
     if interface is not None:
         infos = tuple(known.get(n) or TensorInfo(str(n.name), np.dtype(n.dtype).name) for n in leaves)
         write_interface(traced, replace(interface, outputs=infos))
@@ -474,13 +459,6 @@ def _definitions(traced: TracedModule) -> tuple[TreeDef, TreeDef]:
         raise GraphError("the module was traced with several structures: trace it with one to edit them.")
     arg_def = next(iter(traced.argdef_graph_map))
     return arg_def, traced.argdef_outdef_map[arg_def]
-
-
-def _define(traced: TracedModule, arg_def: TreeDef, out_def: TreeDef | None, spec: Any) -> None:
-    graph = traced.graph
-    # New dicts: an edit that fails puts the old ones back.
-    traced.argdef_graph_map, traced.argdef_outdef_map = {arg_def: graph}, {arg_def: out_def}
-    traced.argspec = spec
 
 
 def _edit_interface(traced: TracedModule, add: TensorInfo | None = None, drop: int | None = None) -> None:

@@ -35,7 +35,16 @@ from qtrace.graph.types import (
     TensorNode,
     TracedModule,
 )
-from qtrace.graph.walk import IN_PLACE, called_graph, exprs, owner, reads_shape, tensor_inputs, updates_inputs
+from qtrace.graph.walk import (
+    IN_PLACE,
+    called_graph,
+    check_traced,
+    exprs,
+    owner,
+    reads_shape,
+    tensor_inputs,
+    updates_inputs,
+)
 from qtrace.process import LargeFrees, synchronize
 
 # An interpreter to subclass: runs a traced graph expr by expr, with a hook at every node.
@@ -70,8 +79,7 @@ class Interpreter:
     """
 
     def __init__(self, traced: TracedModule, waits: bool = False) -> None:
-        if not isinstance(traced, TracedModule):
-            raise GraphError(f"an Interpreter runs a TracedModule, not a {type(traced).__name__}.")
+        check_traced(traced, "an Interpreter runs")
         self.traced = traced
         self._memory = LargeFrees(PART_BYTES // 4)  # several times as much is on the way
         self._waits, self._given = waits, 0

@@ -125,16 +125,25 @@ def _view(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def quiet_engine(root: Module) -> Iterator[None]:
-    """Makes kernels raise their errors at once, and keeps modules from updating their statistics."""
-    training = [m for m in modules_of(root) if m.training]
+def synchronous() -> Iterator[None]:
+    """Lets MegEngine run each op at once: kernels raise their errors there, gradients on CPU are right."""
     level, mge.config.async_level = mge.config.async_level, 0
-    for module in training:
-        module.training = False
     try:
         yield
     finally:
         mge.config.async_level = level
+
+
+@contextmanager
+def quiet_engine(root: Module) -> Iterator[None]:
+    """Makes kernels raise their errors at once, and keeps modules from updating their statistics."""
+    training = [m for m in modules_of(root) if m.training]
+    for module in training:
+        module.training = False
+    try:
+        with synchronous():
+            yield
+    finally:
         for module in training:
             module.training = True
 

@@ -24,7 +24,7 @@ from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import GraphError, shorten_list
 from qtrace.graph.renewal import find_false_types
-from qtrace.graph.walk import op_label, signature
+from qtrace.graph.walk import check_traced, op_label, signature
 from qtrace.process import on_engine_thread
 
 LEFTOVERS = frozenset({"dead-expr", "stale-module", "stale-tensor"})
@@ -84,8 +84,7 @@ def lint(traced: TracedModule, types: bool = True) -> list[LintProblem]:
     Raises:
         GraphError: when ``traced`` is not a traced module.
     """
-    if not isinstance(traced, TracedModule):
-        raise GraphError(f"lint takes a TracedModule, not {type(traced).__name__}.")
+    check_traced(traced, "lint takes")
     reached: set[int] = set()
     visited: set[int] = set()
     problems: list[LintProblem] = []
@@ -118,7 +117,7 @@ class _GraphLinter:
         self.calls: list[tuple[TracedModule, str, TreeDef]] = []
         # The modules that module nodes stand for, with their paths.
         self.objects: dict[Node, tuple[Any, str]] = {graph._inputs[0]: (module, path)}
-        self.nodes: dict[Node, Node] = {}
+        self.nodes: dict[Node, None] = {}
 
     def run(self, types: bool) -> list[LintProblem]:
         """Runs all checks and returns the problems of the graph."""
@@ -145,8 +144,7 @@ class _GraphLinter:
         for expr in self.graph._exprs:
             for node in expr.outputs:
                 producers.setdefault(node, expr)
-        for node in self.graph._inputs:
-            self.nodes[node] = node  # the same node may be an input twice: f(x, x)
+        self.nodes.update(dict.fromkeys(self.graph._inputs))  # one node may be an input twice: f(x, x)
         for expr in self.graph._exprs:
             for node in expr.inputs:
                 if node in self.nodes:
@@ -163,7 +161,7 @@ class _GraphLinter:
                     text = f"is produced a second time, by {_show(expr)}"
                     self._report("produced-twice", _name(node), text)
                     continue
-                self.nodes[node] = node
+                self.nodes[node] = None
                 if node.expr is not expr:
                     text = f"is produced by {_show(expr)}, but its expr is {_show(node.expr)}"
                     self._report("wrong-producer", _name(node), text)
@@ -182,26 +180,24 @@ class _GraphLinter:
     def _check_users(self) -> None:
         """Checks that a node's users are the exprs that read it, each as often as it reads the node."""
         reads: dict[Node, Counter[int]] = {}
-        exprs: dict[Expr, Expr] = {}
+        exprs = set(self.graph._exprs)
         for expr in self.graph._exprs:
-            exprs[expr] = expr
             for node in expr.inputs:
                 reads.setdefault(node, Counter())[expr] += 1
-        for key, node in self.nodes.items():
-            listed = Counter(user for user in node.users)
-            actual = reads.get(key, Counter())
+        for node in self.nodes:
+            listed, actual = Counter(node.users), reads.get(node, Counter())
             if listed == actual:
                 continue
             for user in node.users:
                 if user not in exprs:
                     text = f"lists {_show(user)} as a user, which is not in this graph"
                     self._report("wrong-users", _name(node), text)
-                    exprs[user] = user  # reported once
+                    exprs.add(user)  # reported once
                     listed.pop(user, None)
             for user in dict.fromkeys((*actual, *listed)):
                 count, recorded = actual[user], listed[user]
                 if count != recorded and user in exprs:
-                    text = f"is read {count} times by {_show(exprs[user])}, but lists it {recorded} times"
+                    text = f"is read {count} times by {_show(user)}, but lists it {recorded} times"
                     self._report("wrong-users", _name(node), text)
 
     def _check_names_and_owners(self) -> None:
@@ -210,7 +206,7 @@ class _GraphLinter:
             text = "stands for the graph's module, but refers to another one"
             self._report("wrong-owner", _name(self.graph._inputs[0]), text)
         named: dict[str, Node] = {}
-        for node in self.nodes.values():
+        for node in self.nodes:
             other = named.setdefault(node._name, node)
             if other is not node:
                 text = f"is the name of two nodes, of {_show(other.expr)} and of {_show(node.expr)}"

@@ -13,7 +13,6 @@ of the weight belongs to the folded one. Integer weights become the floats that 
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -35,6 +34,7 @@ from qtrace.errors import SchemeError, TraceError
 from qtrace.graph import failures
 from qtrace.graph.failures import parsing
 from qtrace.graph.types import GetAttr, ModuleNode, TracedModule
+from qtrace.graph.walk import graphs_of
 from qtrace.scheme import QParams, QScheme
 
 # The scales that a model brings from MegEngine's own quantization, as a record of its traced module.
@@ -245,13 +245,7 @@ def lower(module: Module) -> tuple[Module, NativeRanges | None]:
     if not any(map(_is_native, module.modules())):
         return module, None
     name = type(module).__name__
-    try:
-        root = copy.deepcopy(module)
-    except Exception as error:
-        raise TraceError(
-            f"{name} cannot be copied, so its quantized layers cannot be replaced; take what cannot be "
-            f"copied out of its attributes ({failures.short(error)})."
-        ) from error
+    root = failures.copy_module(module, "its quantized layers cannot be replaced")
     root.eval()
     layers = {path: part for path, part in root.named_modules() if _is_native(part)}
     if unknown := [
@@ -276,12 +270,10 @@ def _is_native(module: Module) -> bool:
 
 def _renew_types(traced: TracedModule) -> None:
     """Writes the classes of the layers into the nodes of all graphs of ``traced``."""
-    for part in traced.modules():
-        for graph in part.argdef_graph_map.values() if isinstance(part, TracedModule) else ():
-            for expr in graph._exprs:
-                for node in expr.outputs if isinstance(expr, GetAttr) else ():
-                    if isinstance(node, ModuleNode) and not isinstance(node.owner, TracedModule):
-                        node.module_type = type(node.owner)
+    for expr in (expr for graph in graphs_of(traced) for expr in graph._exprs):
+        for node in expr.outputs if isinstance(expr, GetAttr) else ():
+            if isinstance(node, ModuleNode) and not isinstance(node.owner, TracedModule):
+                node.module_type = type(node.owner)
 
 
 def _kind(module: Module) -> str:

@@ -25,6 +25,7 @@ from megengine.traced_module.node import ModuleNode, Node, TensorNode
 from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import GraphError
+from qtrace.graph.walk import patched
 
 # Notes of a user on nodes, preserved by copies, edits, passes and files.
 
@@ -156,11 +157,8 @@ def recorded_lines() -> Iterator[None]:
         if line:
             setattr(expr, _ATTRIBUTE, line)
 
-    InternalGraph._insert = insert
-    try:
+    with patched(InternalGraph, _insert=insert):
         yield
-    finally:
-        InternalGraph._insert = original
 
 
 def _user_line(frame: FrameType | None) -> str:

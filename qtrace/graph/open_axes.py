@@ -13,7 +13,7 @@ from typing import Any
 import megengine as mge
 import numpy as np
 
-from qtrace.graph.failures import from_json, parsing
+from qtrace.graph.failures import Saved, from_json, parsing
 from qtrace.graph.inference import SMALL, OpError, TensorType, TypeInference, recorded_type
 from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Input, Node, TensorNode, TracedModule
@@ -103,7 +103,7 @@ _LONGEST_OF_MAPS, _VISIBLE_SHARE = 1024, 8
 
 
 @dataclass(frozen=True)
-class OpenAxis:
+class OpenAxis(Saved):
     """An axis of an input that may have any size.
 
     Attributes:
@@ -125,7 +125,7 @@ class OpenAxis:
 
 
 @dataclass(frozen=True)
-class FixedAxis:
+class FixedAxis(Saved):
     """An axis that a file leaves open, and that an op of the graph fixes.
 
     Attributes:
@@ -146,7 +146,7 @@ class FixedAxis:
 
 
 @dataclass(frozen=True)
-class OpenAxes:
+class OpenAxes(Saved):
     """The open axes of a graph.
 
     Attributes:

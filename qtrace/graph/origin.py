@@ -16,13 +16,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from qtrace.errors import GraphError
-from qtrace.graph.failures import from_json, parsing
+from qtrace.graph.failures import Saved, from_json, parsing
 from qtrace.graph.types import TracedModule
 
 # How a parameter of a graph was made of a stored tensor of a file: by moves, which computed nothing.
@@ -146,7 +146,7 @@ _Fill = Annotated[float, Field(ge=0, le=1, multiple_of=1)]
 
 
 @dataclass(frozen=True)
-class FileResult:
+class FileResult(Saved):
     """The result of a node of the file.
 
     Attributes:
@@ -220,7 +220,7 @@ def _name_texts(texts: list[str]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class FileOrigin:
+class FileOrigin(Saved):
     """The file that a traced module was imported from.
 
     Attributes:
@@ -258,8 +258,6 @@ class FileOrigin:
     Raises:
         GraphError: for anything but text and whole numbers of 64 bits.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
 
     graph: str = ""
     doc: str = ""

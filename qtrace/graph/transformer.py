@@ -17,7 +17,7 @@ from qtrace.graph.builder import GraphBuilder
 from qtrace.graph.flatten import flatten
 from qtrace.graph.notes import copy_line, move_meta, name_with_line
 from qtrace.graph.passes import RemoveDeadCode
-from qtrace.graph.walk import get_module, op_label, owner
+from qtrace.graph.walk import check_traced, get_module, op_label, owner, set_graph
 
 
 class Transformer:
@@ -53,8 +53,7 @@ class Transformer:
     """
 
     def __init__(self, traced: TracedModule) -> None:
-        if not isinstance(traced, TracedModule):
-            raise GraphError(f"a Transformer takes a TracedModule, not a {type(traced).__name__}.")
+        check_traced(traced, "a Transformer takes")
         self.source = flatten(traced)
         self.builder = GraphBuilder(self.source.graph._name)
         self.expr: Expr = self.source.graph._inputs[0].expr
@@ -122,9 +121,7 @@ class Transformer:
                 copy_line(expr, new)
         mapped = self.builder.finish(tuple(self._new[node] for node in graph._outputs))
         ((arg_def, out_def),) = traced.argdef_outdef_map.items()
-        mapped.argdef_graph_map = {arg_def: self.builder.graph}
-        mapped.argdef_outdef_map = {arg_def: out_def}
-        mapped.argspec = traced.argspec
+        set_graph(mapped, self.builder.graph, arg_def, out_def, traced.argspec)
         RemoveDeadCode().change(mapped)  # modules whose calls the hooks dropped
         return mapped
 

@@ -15,7 +15,7 @@ from megengine.traced_module.traced_module import InternalGraph
 from qtrace.display import format_table
 from qtrace.errors import GraphError
 from qtrace.gradients import plain
-from qtrace.graph.walk import called_graph, module_path, op_label, owner
+from qtrace.graph.walk import called_graph, check_traced, module_path, op_label, owner
 from qtrace.storage.outputs import WRITTEN
 
 # Finds exprs of a graph by what they call and what they are called.
@@ -51,8 +51,7 @@ def find(
         GraphError: when ``traced`` is no traced module, there is no condition, or ``module`` is no class.
     """
     conditions = (op, function, method, module, name, attribute)
-    if not isinstance(traced, TracedModule):
-        raise GraphError(f"find takes a TracedModule, not {type(traced).__name__}.")
+    check_traced(traced, "find takes")
     if all(condition is None for condition in conditions):
         raise GraphError("find needs a condition: op, function, method, module, name or attribute.")
     if module is not None and not isinstance(module, type):
@@ -112,8 +111,7 @@ def table(traced: TracedModule, max_width: int | None = 160) -> str:
     Raises:
         GraphError: when ``traced`` is not a traced module.
     """
-    if not isinstance(traced, TracedModule):
-        raise GraphError(f"table takes a TracedModule, not {type(traced).__name__}.")
+    check_traced(traced, "table takes")
     graph: InternalGraph = traced.graph
     inputs = dict.fromkeys(node.expr for node in graph._inputs[1:])
     rows = [_row(expr) for expr in (*inputs, *graph._exprs)]

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from pathlib import PurePath
 from typing import Any
 
@@ -14,9 +15,10 @@ import numpy as np
 from megengine import Parameter, Tensor
 from megengine.core._imperative_rt.core2 import Tensor as RawTensor
 from megengine.module import Module
-from megengine.traced_module.pytree import tree_flatten
+from megengine.traced_module.pytree import TreeDef, tree_flatten
 from megengine.traced_module.traced_module import InternalGraph
 
+from qtrace.errors import GraphError
 from qtrace.gradients import plain
 from qtrace.graph.types import (
     Apply,
@@ -96,6 +98,49 @@ _WITHOUT_MODULES = frozenset((bool, float, int, str, type(None), np.ndarray, Par
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor"
 IN_PLACE = {f"__i{name}__": f"__{name}__" for name in _ARITHMETIC.split()}
 """Method that writes its result into its tensor -> the method that gives a new one."""
+
+
+def check_traced(traced: Any, needs: str) -> None:
+    """Refuses what is no traced module, after the words of ``needs``, such as ``lint takes``."""
+    if not isinstance(traced, TracedModule):
+        raise GraphError(f"{needs} a TracedModule, not a {type(traced).__name__}: trace it by qtrace.trace.")
+
+
+@contextmanager
+def patched(owner: Any, **changes: Any) -> Iterator[None]:
+    """Replaces attributes of a class or module within the block."""
+    own = {name: vars(owner)[name] for name in changes if name in vars(owner)}
+    for name, value in changes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in changes:
+            if name in own:
+                setattr(owner, name, own[name])
+            else:
+                delattr(owner, name)
+
+
+def graphs_of(root: Module) -> Iterator[InternalGraph]:
+    """Yields the graphs of ``root`` and of all modules inside."""
+    for module in root.modules():
+        yield from (getattr(module, "argdef_graph_map", None) or {}).values()
+
+
+def set_graph(
+    traced: TracedModule, graph: InternalGraph, arg_def: TreeDef, out_def: TreeDef | None, argspec: Any
+) -> None:
+    """Makes ``graph`` the forward of ``traced``, in new dicts: an edit that fails puts the old ones back."""
+    traced.argdef_graph_map, traced.argdef_outdef_map = {arg_def: graph}, {arg_def: out_def}
+    traced.argspec = argspec
+
+
+def set_positional_graph(traced: TracedModule, graph: InternalGraph, out_def: TreeDef) -> None:
+    """Makes ``graph`` the forward of ``traced``, with one positional argument an input."""
+    names = [node._name for node in graph._inputs]
+    arg_def = tree_flatten(((traced, *(Tensor(0.0) for _ in names[1:])), {}))[1]
+    set_graph(traced, graph, arg_def, out_def, inspect.FullArgSpec(names, None, None, None, [], None, {}))
 
 
 def exprs(traced: TracedModule) -> list[Expr]:

@@ -15,13 +15,12 @@ from megengine.module import Module
 
 from qtrace import ops, process
 from qtrace.display import Displayed, format_table
-from qtrace.errors import GraphError
 from qtrace.graph.interface import list_inputs
 from qtrace.graph.interpreter import Interpreter, last_uses
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.open_axes import Shape, describe_sizes, open_shapes, show_shape
 from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, Node, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, get_module, module_path, op_label
+from qtrace.graph.walk import check_traced, exprs, get_module, module_path, op_label
 from qtrace.ops.base import count_macs, is_uncounted
 from qtrace.plugins.options import check_arguments
 from qtrace.preparation.model import is_quantized
@@ -159,8 +158,7 @@ def analyze(model: TracedModule, runs: int = 0) -> Analysis:
     Raises:
         GraphError: when ``model`` is not a traced module.
     """
-    if not isinstance(model, TracedModule):
-        raise GraphError(f"inspect takes a traced module, not a {type(model).__name__}: trace it first.")
+    check_traced(model, "inspect takes")
     flat = normalize(model)
     order = [e for e in exprs(flat) if not isinstance(e, (GetAttr, Constant)) and e.outputs]
     calls = {e: ops.read(e) for e in order}

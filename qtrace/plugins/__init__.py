@@ -150,6 +150,7 @@ def load_when_used(package: str, homes: Mapping[str, str]) -> None:
             return sorted({*super().__dir__(), *home_of})
 
     sys.modules[package].__class__ = _Package
+    vars(sys.modules[package])["__all__"] = sorted(home_of)
 
 
 _Plugin = TypeVar("_Plugin")

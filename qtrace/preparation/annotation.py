@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from megengine.module import Identity
+from pydantic import ConfigDict
 
 from qtrace.display import format_bytes
+from qtrace.graph.failures import Saved
 from qtrace.graph.walk import unused_name
 from qtrace.scheme import QScheme
 
@@ -51,7 +53,7 @@ def site_name(value: str) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Saved):
     """The scheme, observer and fake quant of a site, with their options.
 
     Attributes:
@@ -76,7 +78,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Site:
+class Site(Saved):
     """One quantized tensor.
 
     Attributes:
@@ -107,7 +109,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Fold:
+class Fold(Saved):
     """A layer whose BatchNorm stays in the graph and is folded whenever it does not train.
 
     Attributes:
@@ -124,7 +126,7 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class DynamicInput:
+class DynamicInput(Saved):
     """A value that layers round by the range of each batch.
 
     Attributes:
@@ -139,7 +141,7 @@ class DynamicInput:
 
 
 @dataclass(frozen=True)
-class ExprNote:
+class ExprNote(Saved):
     """The decision for one expr, with its reason.
 
     Attributes:
@@ -199,7 +201,7 @@ class ExprNote:
 
 
 @dataclass(frozen=True)
-class PlacementRow:
+class PlacementRow(Saved):
     """One of the placements that a calibrated graph chooses from.
 
     Attributes:
@@ -233,6 +235,8 @@ class PlacementNote:
         rows: what the calibrated graph has chosen from, the fastest first; () before.
         chosen: the name of the row that was taken; "" before.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "ignore"}  # earlier versions had other figures
 
     mode: str
     table: str
@@ -269,7 +273,7 @@ class PlacementNote:
 
 
 @dataclass(frozen=True)
-class Annotation:
+class Annotation(Saved):
     """All decisions for one graph.
 
     Attributes:

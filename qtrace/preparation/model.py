@@ -24,7 +24,7 @@ from qtrace.fakequant.following.bias import BIAS_QMAX, BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold, BnFoldCall
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.edit import RECORD_ATTRIBUTE
-from qtrace.graph.failures import from_json, parsing
+from qtrace.graph.failures import Saved, from_json, parsing
 from qtrace.graph.kernels import read_array
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import describe_path, exprs, owner, users
@@ -56,7 +56,7 @@ def hash_tensors(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 @dataclass(frozen=True)
-class NativeScale:
+class NativeScale(Saved):
     """A scale that a model brought from MegEngine's own quantization.
 
     Attributes:
@@ -69,7 +69,7 @@ class NativeScale:
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(Saved):
     """The decisions, config and reports with which a graph was quantized.
 
     Attributes:

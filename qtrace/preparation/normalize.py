@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from qtrace.errors import GraphError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import check_traced
 from qtrace.preparation.model import is_quantized
 from qtrace.preparation.passes.expand import expand
 
@@ -21,8 +21,7 @@ def normalize(traced: TracedModule) -> TracedModule:
     Raises:
         GraphError: when ``traced`` is not a traced module.
     """
-    if not isinstance(traced, TracedModule):
-        raise GraphError(f"normalize takes a TracedModule, not a {type(traced).__name__}.")
+    check_traced(traced, "normalize takes")
     flat = flatten(traced)
     if not is_quantized(traced):
         expand(flat)

@@ -64,8 +64,7 @@ def switch_phase(phase: str, *parts: QuantizedModel) -> None:
             )
     if phase == "train":
         _warn_of_races(parts)
-        _warn_of_recurrent_layers(parts)
-        _warn_of_opaque_nodes(parts)
+        _warn_of_gradients(parts)
     for part in parts:
         for module in (*part.fake_quants.values(), *part.followers):
             module.phase = phase
@@ -125,14 +124,9 @@ def say_wrong_gradients(traced: TracedModule) -> str:
     )
 
 
-def _warn_of_recurrent_layers(parts: Sequence[QuantizedModel]) -> None:
-    for part in parts:
-        if sentence := say_wrong_gradients(part.module):
-            warnings.warn(sentence, QtraceWarning, stacklevel=5)
-
-
-def _warn_of_opaque_nodes(parts: Sequence[QuantizedModel]) -> None:
-    """Says which opaque nodes a gradient would have to pass; nothing if no parameter is before them."""
-    for part in parts:
-        if sentence := say_stopped_gradients(part.module):
+def _warn_of_gradients(parts: Sequence[QuantizedModel]) -> None:
+    """Says which layers have wrong gradients, and which opaque nodes a gradient would have to pass."""
+    graphs = [part.module for part in parts]
+    for sentence in (*map(say_wrong_gradients, graphs), *map(say_stopped_gradients, graphs)):
+        if sentence:
             warnings.warn(sentence, QtraceWarning, stacklevel=5)

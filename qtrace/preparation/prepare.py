@@ -26,7 +26,7 @@ from qtrace.graph.native import drop_ranges, lower, write_ranges
 from qtrace.graph.renewal import renew_all
 from qtrace.graph.tracing.hazards import debugging_marks
 from qtrace.graph.types import TracedModule
-from qtrace.graph.walk import describe_path
+from qtrace.graph.walk import check_traced, describe_path
 from qtrace.plugins.options import check_arguments
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.faithfulness import (
@@ -188,10 +188,7 @@ def read_request(
     """Returns the whole config; raises for what ``prepare`` cannot take, whose arguments these are."""
     if problem := describe_path(traced):
         raise GraphError(f"prepare takes a traced module, and {problem}.")
-    if not isinstance(traced, TracedModule):
-        raise GraphError(
-            f"prepare takes a TracedModule, not {type(traced).__name__}: call qtrace.trace on it first."
-        )
+    check_traced(traced, "prepare takes")
     if is_quantized(traced):
         raise GraphError("the module is prepared or converted already: prepare the float one.")
     if problem := debugging_marks(traced):

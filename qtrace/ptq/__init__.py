@@ -19,8 +19,6 @@ if TYPE_CHECKING:
         Report,
     )
 
-__all__ = ["CalibratedAlgorithm", "CalibratedTask", "FloatAlgorithm", "FloatTask", "Left", "Report"]
-
 _HOMES = {"qtrace.ptq.base": "CalibratedAlgorithm CalibratedTask FloatAlgorithm FloatTask Left Report"}
 
 load_when_used(__name__, _HOMES)

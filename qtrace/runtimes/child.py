@@ -29,7 +29,7 @@ from typing import IO, Any, NoReturn
 
 import numpy as np
 
-from qtrace.errors import ExportError
+from qtrace.errors import ExportError, refusing
 from qtrace.runtimes import tunnel, worker
 from qtrace.runtimes.host import IDLE_SECONDS, RuntimeHost
 
@@ -567,17 +567,14 @@ class RuntimeChild:
         return placed
 
     def _copy(self, path: Path, target: str) -> str:
-        try:
-            with open(path, "rb") as file:
+        with refusing(ExportError, path, "read"), open(path, "rb") as file:
+            piece = file.read(_CHUNK)
+            while True:
+                request = {"command": "store", "path": target, "refusal": f"{path} cannot be copied"}
+                stored, _ = self.ask(request, [np.frombuffer(piece, np.uint8)])
                 piece = file.read(_CHUNK)
-                while True:
-                    request = {"command": "store", "path": target, "refusal": f"{path} cannot be copied"}
-                    stored, _ = self.ask(request, [np.frombuffer(piece, np.uint8)])
-                    piece = file.read(_CHUNK)
-                    if not piece:
-                        return str(stored)
-        except OSError as error:
-            raise ExportError(f"{path} cannot be read: {error.strerror or error}.") from error
+                if not piece:
+                    return str(stored)
 
     def _greet(self) -> dict[str, Any]:
         """Reads the first line of the worker, which a banner may precede."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.errors import QtraceError
+from qtrace.errors import QtraceError, refusing
 from qtrace.storage.files import replacing
 
 __all__ = [
@@ -74,11 +74,8 @@ def write(path: Path, data: bytes) -> None:
     Raises:
         QtraceError: when it cannot be written.
     """
-    try:
-        with replacing(path) as (file,):
-            file.write(data)
-    except OSError as error:
-        raise QtraceError(f"the checkpoint {path} cannot be written: {error.strerror}.") from error
+    with refusing(QtraceError, f"the checkpoint {path}", "written"), replacing(path) as (file,):
+        file.write(data)
 
 
 class Checkpoint:

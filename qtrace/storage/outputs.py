@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from qtrace import process
-from qtrace.errors import QtraceError, shorten_list
+from qtrace.errors import QtraceError, refusing, shorten_list
 from qtrace.process import undisturbed
 from qtrace.storage import files
 from qtrace.storage.files import parse_document
@@ -220,7 +220,7 @@ def resumable_folder(
     _check_replaceable(path, target, (*names, WORK), force or _unfinished(target))
     with _workspace(path, target, path) as folder:
         created, work = not target.exists(), target / WORK
-        with _refusing(path, "written"):
+        with refusing(QtraceError, path, "written"):
             work.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             stack.callback(_remove_empty, work, *([target] if created else []))
@@ -277,17 +277,8 @@ def _remove_empty(*folders: Path) -> None:
 def _replace(path: Path, target: Path, folder: Path) -> None:
     """Replaces ``target``, which the user names ``path``, by ``folder``, after MegEngine has finished."""
     process.synchronize()
-    with _refusing(path, "replaced"):
+    with refusing(QtraceError, path, "replaced"):
         files.replace_folder(target, folder)
-
-
-@contextlib.contextmanager
-def _refusing(subject: Path | str, action: str) -> Iterator[None]:
-    """Says of an error of the system what cannot be done, such as ``written``, to a file or folder."""
-    try:
-        yield
-    except OSError as error:
-        raise QtraceError(f"{subject} cannot be {action}: {error.strerror or error}.") from error
 
 
 def check_foreign(path: Path, beside: Iterable[Path] = (), *, force: bool) -> None:
@@ -301,7 +292,7 @@ def check_foreign(path: Path, beside: Iterable[Path] = (), *, force: bool) -> No
     Raises:
         QtraceError: when ``path`` exists and qtrace did not write it, or when it cannot be read.
     """
-    with _refusing(path, "read"):
+    with refusing(QtraceError, path, "read"):
         reason = "" if force else foreign_output(path, beside)
     if reason:
         raise QtraceError(f"{reason}. Name another file, or replace it with force=True.")
@@ -330,7 +321,7 @@ def output_file(path: Path, *, force: bool = False) -> Iterator[Path]:
         yield folder / target.name
         process.synchronize()
         check_foreign(path, (path.parent / file.name for file in folder.iterdir()), force=force)
-        with _refusing(path, "replaced"), undisturbed():  # several files change together
+        with refusing(QtraceError, path, "replaced"), undisturbed():  # several files change together
             for file in sorted(folder.iterdir(), key=lambda file: file.name == target.name):
                 os.replace(file, target.parent / file.name)
 
@@ -401,7 +392,7 @@ def locked(path: Path, subject: str, note: Callable[[str], None] = lambda text: 
         QtraceError: when another process holds the lock; the message names process and host. Also when the
             lock cannot be written.
     """
-    with _refusing(subject, "locked"):
+    with refusing(QtraceError, subject, "locked"):
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
@@ -438,7 +429,7 @@ def _write(handle: int, subject: str) -> None:
         "host": socket.gethostname(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    with _refusing(subject, "locked"):
+    with refusing(QtraceError, subject, "locked"):
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(record).encode(), 0)
 

@@ -43,6 +43,18 @@ def test_usage_errors(run, args):
     assert "Usage: qtrace" in result.err
 
 
+def test_nan_is_no_number_of_any_option(run):
+    data = ("net.onnx", "--data", "x.npy")
+    for command, option in (
+        (("quantize", *data, "-o", "q.onnx"), "--at-least"),
+        (("sensitivity", *data), "--max-drop"),
+        (("bench", "net.onnx"), "--seconds"),
+    ):
+        result = run(*command, option, "nan")
+        assert result.code == 2
+        assert f"Invalid value for '{option}': NaN passes every bound: give a number." in result.err
+
+
 def test_a_deleted_working_folder_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     os.rmdir(tmp_path)

@@ -314,7 +314,7 @@ def test_finds_exprs_of_every_kind_of_graph() -> None:
         find(traced)
     with pytest.raises(GraphError, match="find takes a class as module, such as M.Conv2d, not 'Conv2d'"):
         find(traced, module="Conv2d")  # type: ignore[arg-type]
-    with pytest.raises(GraphError, match="find takes a TracedModule, not ReLU"):
+    with pytest.raises(GraphError, match="find takes a TracedModule, not a ReLU"):
         find(M.ReLU(), op="x")
 
 

@@ -301,7 +301,7 @@ def test_check_shows_the_first_few():
 
 
 def test_refuses_what_is_no_trace():
-    with pytest.raises(GraphError, match="takes a TracedModule, not Conv2d"):
+    with pytest.raises(GraphError, match="takes a TracedModule, not a Conv2d"):
         lint(M.Conv2d(1, 1, 1))
 
 

@@ -87,7 +87,7 @@ def test_shows_a_broken_graph_too():
 
 
 def test_refuses_what_is_no_trace():
-    with pytest.raises(GraphError, match="takes a TracedModule, not ReLU"):
+    with pytest.raises(GraphError, match="takes a TracedModule, not a ReLU"):
         table(M.ReLU())
 
 

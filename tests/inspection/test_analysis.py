@@ -121,7 +121,7 @@ def test_a_graph_without_ops_has_no_peak() -> None:
 
 
 def test_only_a_traced_module_is_taken() -> None:
-    with pytest.raises(GraphError, match="inspect takes a traced module, not a ReLU"):
+    with pytest.raises(GraphError, match="inspect takes a TracedModule, not a ReLU"):
         analyze(M.ReLU())  # type: ignore[arg-type]
 
 

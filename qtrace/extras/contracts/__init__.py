@@ -12,8 +12,6 @@ from qtrace.plugins import load_when_used
 if TYPE_CHECKING:
     from qtrace.extras.contracts.checking import ContractReport, check_contract, check_file_for, fix_contract
 
-__all__ = ["ContractReport", "check_contract", "check_file_for", "fix_contract"]
-
 load_when_used(
     __name__,
     {

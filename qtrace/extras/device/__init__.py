@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.data.batches import as_arguments, check_batches, evaluating, refuse_nan, translate_errors
-from qtrace.errors import CalibrationError, ConfigError, ExportError, shorten_list
+from qtrace.errors import CalibrationError, ConfigError, ExportError, refusing, shorten_list
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import op_label
 from qtrace.plugins.options import hint
@@ -424,12 +424,9 @@ def write_vectors(
     check_batches(batches)
     if target.exists() and not _holds_vectors(target):
         raise ExportError(f"{target} exists and holds no test vectors: name another folder.")
-    try:
-        with temporary_folder(target) as partial:
-            _write_all(model, partial, batches, count)
-            replace_folder(target, partial)
-    except OSError as error:
-        raise ExportError(f"{target} cannot be written: {error.strerror or error}.") from error
+    with refusing(ExportError, target, "written"), temporary_folder(target) as partial:
+        _write_all(model, partial, batches, count)
+        replace_folder(target, partial)
     return target
 
 

@@ -19,18 +19,6 @@ if TYPE_CHECKING:
         compare_models,
     )
 
-__all__ = [
-    "ConfigChange",
-    "Difference",
-    "FigurePair",
-    "IntegerChange",
-    "OpChange",
-    "ScaleChange",
-    "SchemeChange",
-    "compare_configs",
-    "compare_models",
-]
-
 load_when_used(
     __name__,
     {

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from qtrace.extras.finetune.training import Retreat
     from qtrace.extras.finetune.twins import Frozen
 
-__all__ = ["Evaluation", "FineTuned", "FinetuneSettings", "Frozen", "OutputChange", "Retreat", "finetune"]
-
 load_when_used(
     __name__,
     {

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 
-from qtrace.data.batches import as_arguments, check_batches
+from qtrace.data.batches import as_arguments, check_batches, map_values
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.types import TracedModule
 from qtrace.learning import ENGINES
@@ -142,21 +142,17 @@ Leaves = list[np.ndarray]
 
 def pack(value: Any, leaves: Leaves) -> Any:
     """Moves the tensors of nested arguments into ``leaves``; returns the arguments with their indices."""
-    if isinstance(value, dict):
-        return {key: pack(item, leaves) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(pack(item, leaves) for item in value)
-    leaves.append(value.numpy())
-    return len(leaves) - 1
+
+    def store(leaf: Any) -> int:
+        leaves.append(leaf.numpy())
+        return len(leaves) - 1
+
+    return map_values(value, store)
 
 
 def unpack(form: Any, leaves: list[Any]) -> Any:
     """Reverses `pack`: replaces each index in ``form`` by its leaf."""
-    if isinstance(form, dict):
-        return {key: unpack(item, leaves) for key, item in form.items()}
-    if isinstance(form, (tuple, list)):
-        return type(form)(unpack(item, leaves) for item in form)
-    return leaves[form]
+    return map_values(form, leaves.__getitem__)
 
 
 @dataclass(frozen=True)

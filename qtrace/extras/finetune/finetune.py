@@ -31,11 +31,12 @@ from qtrace.extras.finetune.data import Data, FinetuneSettings, split_data
 from qtrace.extras.finetune.evaluation import Evaluation, EvaluationFigures, choose_compared
 from qtrace.extras.finetune.training import Monitor, Pace, Retreat, RunSchedule, Trainer, choose_twins
 from qtrace.extras.finetune.twins import PARTS, Frozen, block_outputs
+from qtrace.graph.kernels import synchronous
 from qtrace.graph.opaque import opaque_calls, say_stopped_gradients
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.inspection.twin import changed_weights, float_twin
-from qtrace.learning import MIN_TRACED_STEPS, descend, queueless
+from qtrace.learning import MIN_TRACED_STEPS, descend
 from qtrace.plugins.options import check_arguments
 from qtrace.preparation.model import QuantizedModel, graph_hash
 from qtrace.preparation.phases import in_phase, say_wrong_gradients
@@ -484,7 +485,7 @@ def finetune(
     known = {node.name for expr in exprs(original) for node in expr.outputs}
     blocks = block_outputs(model, settings.blocks, settings.most_blocks, known)
     data = split_data(prepared, batches, evaluation, settings)
-    with restoring(prepared), evaluating(prepared), in_phase(prepared, "train"), queueless():
+    with restoring(prepared), evaluating(prepared), in_phase(prepared, "train"), synchronous():
         run = TuningRun(model, original, data, settings, blocks, pace, file)
         run.learn(resume, progress)
         result = run.result()

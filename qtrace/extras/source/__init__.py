@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from qtrace.display import Displayed
-from qtrace.errors import GraphError
+from qtrace.errors import GraphError, refusing
 from qtrace.extras.source.body import is_reserved
 from qtrace.extras.source.classes import Classes
 from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import check_traced
 from qtrace.storage.checkpoints import pack_arrays
 from qtrace.storage.files import replacing
 
@@ -68,13 +69,11 @@ class PythonSource(Displayed):
             GraphError: when the files cannot be written; earlier ones are as they were.
         """
         path = Path(folder) / f"{self.name.lower()}.py"
-        try:
+        with refusing(GraphError, f"{path}: the source", "written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path.with_suffix(".npz"), path) as (weights, code):
                 weights.write(pack_arrays(self.weights))
                 code.write(self.code.encode())
-        except OSError as error:
-            raise GraphError(f"{path}: the source cannot be written: {error.strerror or error}.") from error
         return path
 
 
@@ -97,10 +96,7 @@ def to_source(traced: TracedModule, name: str = "Net") -> PythonSource:
     Raises:
         GraphError: naming the module or node that no source gives, or for a name that no class can have.
     """
-    if not isinstance(traced, TracedModule):
-        raise GraphError(
-            f"to_source takes a TracedModule, not {type(traced).__name__}: call qtrace.trace first."
-        )
+    check_traced(traced, "to_source takes")
     if not name.isidentifier() or is_reserved(name):
         raise GraphError(f"to_source: {name!r} is no name of a class, or one that the code uses itself.")
     if len(traced.argdef_graph_map) != 1:

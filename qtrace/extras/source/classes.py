@@ -18,7 +18,7 @@ from qtrace.extras.source.body import Body, identifier, is_reserved
 from qtrace.extras.source.literals import Literals, indent, shorten_eps
 from qtrace.gradients import plain
 from qtrace.graph.types import CallFunction, CallMethod, Expr, GetAttr, ModuleNode, Node, TracedModule
-from qtrace.graph.walk import get_module, owner, unused_name
+from qtrace.graph.walk import get_module, graphs_of, owner, unused_name
 from qtrace.observers.base import Observer
 
 # What a module has besides the values of its constructor.
@@ -510,15 +510,9 @@ def _is_sequence(module: Any) -> bool:
     return list(graph._outputs) == [value]
 
 
-def _graphs(module: Module) -> Iterator[InternalGraph]:
-    for child in module.modules():
-        if isinstance(child, TracedModule):
-            yield from child.argdef_graph_map.values()
-
-
 def _used_modules(traced: TracedModule) -> set[int]:
     """The modules that a graph calls, or gives to one that it calls."""
-    calls = (e for g in _graphs(traced) for e in g._exprs if not isinstance(e, GetAttr))
+    calls = (e for g in graphs_of(traced) for e in g._exprs if not isinstance(e, GetAttr))
     nodes = (node for expr in calls for node in expr.inputs)
     return {id(node.owner) for node in nodes if isinstance(node, ModuleNode)}
 
@@ -535,7 +529,7 @@ def _needed_modules(traced: TracedModule, used: set[int]) -> set[int]:
 
 def _function_names(traced: TracedModule) -> set[str]:
     """The names that imports of functions and classes take."""
-    exprs: Iterable[Expr] = (expr for graph in _graphs(traced) for expr in graph._exprs)
+    exprs: Iterable[Expr] = (expr for graph in graphs_of(traced) for expr in graph._exprs)
     functions = {
         plain(expr.func).__qualname__.partition(".")[0] for expr in exprs if isinstance(expr, CallFunction)
     }

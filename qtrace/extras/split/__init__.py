@@ -9,8 +9,6 @@ from qtrace.plugins import load_when_used
 if TYPE_CHECKING:
     from qtrace.extras.split.split import Composition, GraphPart, split
 
-__all__ = ["Composition", "GraphPart", "split"]
-
 load_when_used(
     __name__,
     {

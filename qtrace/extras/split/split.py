@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-import inspect
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -15,7 +14,7 @@ from megengine import Tensor
 from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import CallFunction, CallMethod, Constant, Expr, GetAttr, Input
 from megengine.traced_module.node import ModuleNode, Node, TensorNode
-from megengine.traced_module.pytree import TreeDef, tree_flatten
+from megengine.traced_module.pytree import tree_flatten
 from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.display import Displayed
@@ -28,7 +27,15 @@ from qtrace.graph.notes import copy_line, own_meta
 from qtrace.graph.origin import copy_origin
 from qtrace.graph.passes import find_written, is_pure
 from qtrace.graph.stepping import finish
-from qtrace.graph.walk import IN_PLACE, exprs, get_module, set_arguments
+from qtrace.graph.walk import (
+    IN_PLACE,
+    check_traced,
+    exprs,
+    get_module,
+    set_arguments,
+    set_graph,
+    set_positional_graph,
+)
 from qtrace.plugins.options import check_arguments
 
 
@@ -139,8 +146,7 @@ def flat_copy(traced: TracedModule, purpose: str) -> TracedModule:
     Raises:
         GraphError: when ``traced`` is no traced module, or is prepared or converted.
     """
-    if not isinstance(traced, TracedModule):
-        raise GraphError(f"{purpose} takes a TracedModule, not a {type(traced).__name__}: trace it first.")
+    check_traced(traced, f"{purpose} takes")
     if getattr(traced, RECORD_ATTRIBUTE, None) is not None:
         raise GraphError(
             f"{traced.graph._name} is prepared or converted, and its record of quantized sites would not fit "
@@ -194,8 +200,8 @@ def build_parts(
     for expr, index in home.items():
         members[index].add(expr)
     for own in members:
-        _add_copies(own, home, (n for e in tuple(own) for n in e.inputs))
-    _add_copies(members[-1], home, graph._outputs)
+        own |= _ancestors([n for e in own for n in e.inputs], home)
+    members[-1] |= _ancestors(graph._outputs, home)
     read: list[set[Node]] = [{n for e in own for n in e.inputs} for own in members]
     needed = set(graph._outputs)
     for index, nodes in enumerate(read):
@@ -214,16 +220,6 @@ def build_parts(
 
 def _place(node: Node, position: Mapping[Expr, int]) -> tuple[int, int]:
     return position[node.expr], [n is node for n in node.expr.outputs].index(True)
-
-
-def _add_copies(own: set[Expr], home: Mapping[Expr, int], nodes: Iterable[Node]) -> None:
-    """Adds to ``own`` the copyable exprs that give ``nodes``, and those that they read."""
-    stack = list(nodes)
-    while stack:
-        expr = stack.pop().expr
-        if expr not in home and expr not in own and not isinstance(expr, Input):
-            own.add(expr)
-            stack.extend(expr.inputs)
 
 
 def _build_part(
@@ -269,7 +265,7 @@ def _build_part(
     else:
         out_def = tree_flatten(Tensor(0.0) if len(own) == 1 else (Tensor(0.0),) * len(own))[1]
     graph._outputs[:] = [bound[n] for n in own]
-    _define(root, graph, out_def)
+    set_positional_graph(root, graph, out_def)
     finish(root)
     _copy_interface(flat, root, inputs, own)
     return GraphPart(name, root, tuple(n._name for n in inputs), tuple(n._name for n in own), supported)
@@ -285,15 +281,6 @@ def _insert_copy(node: Node, writer: Expr, graph: InternalGraph) -> Node:
     expr.return_val = result
     graph._exprs.append(expr)
     return result
-
-
-def _define(root: TracedModule, graph: InternalGraph, out_def: TreeDef) -> None:
-    """Makes ``graph`` the forward of ``root``, with one positional argument an input."""
-    names = [node._name for node in graph._inputs]
-    arg_def = tree_flatten(((root, *(Tensor(0.0) for _ in names[1:])), {}))[1]
-    root.argdef_graph_map = {arg_def: graph}
-    root.argdef_outdef_map = {arg_def: out_def}
-    root.argspec = inspect.FullArgSpec(names, None, None, None, [], None, {})
 
 
 def _copy_node(node: Node, expr: Expr, graph: InternalGraph) -> Node:
@@ -347,9 +334,7 @@ def _signature(flat: TracedModule) -> TracedModule:
     ((arg_def, graph),) = flat.argdef_graph_map.items()
     endpoints = InternalGraph(graph._name, graph._qualname)
     endpoints._inputs[:], endpoints._outputs[:] = graph._inputs, graph._outputs
-    result.argdef_graph_map = {arg_def: endpoints}
-    result.argdef_outdef_map = dict(flat.argdef_outdef_map)
-    result.argspec = flat.argspec
+    set_graph(result, endpoints, arg_def, flat.argdef_outdef_map[arg_def], flat.argspec)
     return result
 
 
@@ -453,7 +438,7 @@ def _find_node(name: str, nodes: dict[str, Node], copyable: set[Expr]) -> Node:
     return node
 
 
-def _ancestors(ends: Sequence[Node], taken: dict[Expr, int]) -> set[Expr]:
+def _ancestors(ends: Sequence[Node], taken: Mapping[Expr, int]) -> set[Expr]:
     """Returns the exprs that ``ends`` depend on and that are not taken."""
     result: set[Expr] = set()
     stack = list(ends)

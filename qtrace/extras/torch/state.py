@@ -83,7 +83,10 @@ def note_state(traced: TracedModule, state: Mapping[str, Any]) -> None:
     tied = _tied_names(state, held)
     absent = tuple(n for n, own in state.items() if n not in held and n not in tied and _is_float(own))
     other = {own.tensor for path, own in origin.parameters.items() if path not in checked}
-    frozen = {name: _hash(state[name]) for name in sorted((held & ({*origin.frozen} | other)) - {*parts})}
+    frozen = {
+        name: hash_values(_numbers(state[name]))
+        for name in sorted((held & ({*origin.frozen} | other)) - {*parts})
+    }
     known = replace(
         origin,
         parameters=checked,
@@ -215,10 +218,6 @@ def _moves_from(numbers: np.ndarray, values: np.ndarray, counts: Sequence[int]) 
 def _numbers(tensor: Any) -> np.ndarray:
     flat: np.ndarray = tensor.detach().cpu().float().numpy().reshape(-1)
     return flat
-
-
-def _hash(tensor: Any) -> str:
-    return hash_values(_numbers(tensor))
 
 
 def _is_float(tensor: Any) -> bool:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from qtrace.extras.tune.trials import CostLimits, Trial
     from qtrace.extras.tune.tune import TuneOptions, Tuning, tune
 
-__all__ = ["CostLimits", "Trial", "TuneOptions", "TuneSettings", "Tuning", "tune"]
-
 load_when_used(
     __name__,
     {

@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -172,7 +173,8 @@ def mutate(parent: Trial, layers: Sequence[Layer], rng: np.random.Generator, *, 
     """
     recipe = copy.deepcopy(parent.recipe)
     config = QConfig.model_validate(recipe)
-    moves: list[_Move] = [_observe_activations, _observe_weights, _run_algorithms]
+    observers = {"activation": _ACTIVATION_OBSERVERS, "weight": _WEIGHT_OBSERVERS}
+    moves: list[_Move] = [*(partial(_observe, *pair) for pair in observers.items()), _run_algorithms]
     moves += [_place] if _has_times(config) else []
     moves += [_Raise(layers, config, narrow)] * 3 if layers else []
     changes: dict[str, str] = {}
@@ -190,11 +192,11 @@ def _draw(options: Sequence[Any], rng: np.random.Generator) -> Any:
 
 
 def _observe(
-    recipe: dict[str, Any],
     sort: str,
     options: Sequence[Any],
-    changes: dict[str, str],
+    recipe: dict[str, Any],
     rng: np.random.Generator,
+    changes: dict[str, str],
 ) -> None:
     observers = dict(recipe.get("observers") or {})
     new, old = _draw(options, rng), observers.get(sort)
@@ -202,14 +204,6 @@ def _observe(
         return
     recipe["observers"] = {**observers, sort: new}
     changes["observers"] = f"observer of {sort}s: {_show(new)} instead of {_show(old)}"
-
-
-def _observe_activations(recipe: dict[str, Any], rng: np.random.Generator, changes: dict[str, str]) -> None:
-    _observe(recipe, "activation", _ACTIVATION_OBSERVERS, changes, rng)
-
-
-def _observe_weights(recipe: dict[str, Any], rng: np.random.Generator, changes: dict[str, str]) -> None:
-    _observe(recipe, "weight", _WEIGHT_OBSERVERS, changes, rng)
 
 
 def _run_algorithms(recipe: dict[str, Any], rng: np.random.Generator, changes: dict[str, str]) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.errors import QtraceError
-from qtrace.graph.failures import from_json
+from qtrace.errors import QtraceError, refusing
+from qtrace.graph.failures import Saved, from_json
 from qtrace.storage.files import parse_document, replacing
 from qtrace.storage.outputs import locked
 
@@ -30,11 +30,8 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         QtraceError: when it cannot be written.
     """
-    try:
-        with replacing(path) as (stream,):
-            stream.write(text.encode("utf-8"))
-    except OSError as error:
-        raise QtraceError(f"{path} cannot be written: {error.strerror}.") from error
+    with refusing(QtraceError, path, "written"), replacing(path) as (stream,):
+        stream.write(text.encode("utf-8"))
 
 
 @contextmanager
@@ -52,10 +49,8 @@ def search_folder(
     Raises:
         QtraceError: when the folder holds other files, or trials of another search, or is in use.
     """
-    try:
+    with refusing(QtraceError, folder, "a folder"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise QtraceError(f"{folder} cannot be a folder: {error.strerror}.") from error
     with locked(folder / _LOCK, str(folder), note):
         others = sorted(e.name for e in folder.iterdir() if e.name not in FILES and e.name != _LOCK)
         others = [name for name in others if not name.endswith(".tmp")]  # of a killed run
@@ -98,7 +93,7 @@ def digest_of(recipe: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Suggestion:
+class Suggestion(Saved):
     """A recipe to try.
 
     Attributes:
@@ -116,7 +111,7 @@ class Suggestion:
 
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(Saved):
     """A layer whose bits a search may change.
 
     Attributes:
@@ -135,7 +130,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Saved):
     """One recipe, prepared, calibrated and judged; a line of ``trials.jsonl``.
 
     Attributes:
@@ -192,10 +187,8 @@ class TrialLog:
     def __init__(self, path: Path, note: Callable[[str], None] = lambda text: None) -> None:
         self._path = path
         self.trials: list[Trial] = []
-        try:
+        with refusing(QtraceError, path, "read"):
             data = path.read_bytes() if path.exists() else b""
-        except OSError as error:
-            raise QtraceError(f"{path} cannot be read: {error.strerror}.") from error
         self._end = 0
         lines = data.splitlines(keepends=True)
         for index, line in enumerate(lines):
@@ -223,7 +216,7 @@ class TrialLog:
             QtraceError: when the file cannot be written.
         """
         line = f"{trial.to_json()}\n".encode()
-        try:
+        with refusing(QtraceError, self._path, "written"):
             handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 os.ftruncate(handle, self._end)  # an unfinished line
@@ -232,8 +225,6 @@ class TrialLog:
                 os.fsync(handle)
             finally:
                 os.close(handle)
-        except OSError as error:
-            raise QtraceError(f"{self._path} cannot be written: {error.strerror}.") from error
         self._end += len(line)
         self.trials.append(trial)
 

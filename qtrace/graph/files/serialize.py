@@ -27,7 +27,7 @@ from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import Constant
 from megengine.utils.max_recursion_limit import max_recursion_limit
 
-from qtrace.errors import DataError, GraphError, SchemeError, UnsafeFileError
+from qtrace.errors import DataError, GraphError, SchemeError, UnsafeFileError, refusing
 from qtrace.graph.files.allowlist import DEPTH, AllowList, DamagedError, LoadBudget, Ref, RefusedError, shown
 from qtrace.graph.files.module_attributes import check_attributes
 from qtrace.graph.files.plain_values import CONTAINERS, DICTS, Pending, weigh
@@ -38,6 +38,7 @@ from qtrace.graph.interpreter import name_failures
 from qtrace.graph.kernels import PART_BYTES
 from qtrace.graph.notes import attach_lines, detach_lines
 from qtrace.graph.tracing.hazards import debugging_marks
+from qtrace.graph.walk import check_traced
 from qtrace.plugins.options import check_arguments
 from qtrace.process import on_engine_thread, paused_collector
 from qtrace.scheme import QParams, QScheme
@@ -246,24 +247,19 @@ def save(module: TracedModule, path: str | os.PathLike[str], *, force: bool = Fa
             watch points.
         DataError: when the file cannot be written, or is one that qtrace did not write.
     """
-    if not isinstance(module, TracedModule):
-        raise GraphError(
-            f"save writes a TracedModule, not a {type(module).__name__}: trace it with qtrace.trace."
-        )
+    check_traced(module, "save writes")
     if marks := debugging_marks(module):
         raise GraphError(f"the model cannot be saved: {marks}")
     if wrong := problem(path):
         raise DataError(wrong)
     target = Path(os.path.realpath(path))
-    try:
+    with refusing(DataError, path, "written"):
         if kind := kind_of(target):
             raise DataError(f"{path} is {kind}: name a file.")
         if not force and (reason := foreign(target)):
             raise DataError(f"{reason}. Name another file, or replace it with force=True.")
         with replacing(target) as (file,), sealing(file) as body:
             dump(module, body)
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 @check_arguments
@@ -364,13 +360,11 @@ def _modules(module: TracedModule) -> Iterator[Module]:
 def _contents(path: str | os.PathLike[str]) -> Iterator[Any]:
     """The bytes of a file, mapped into memory."""
     with contextlib.ExitStack() as stack:
-        try:
+        with refusing(DataError, path, "read"):
             if kind := kind_of(Path(path), "not a regular file"):  # a pipe would never end
                 raise DataError(f"{path} is {kind}: name a saved model.")
             file = stack.enter_context(open(path, "rb"))
             head = file.read(4)
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
         if not head:
             raise DataError(f"{path} is empty: no model was saved there, or saving it was interrupted.")
         if head.startswith(b"PK\x03\x04"):

@@ -33,6 +33,7 @@ from megengine.traced_module.module_tracer import (
 from megengine.traced_module.node import ModuleNode, Node, TensorNode
 
 from qtrace.errors import GraphError, shorten_list
+from qtrace.graph.walk import patched
 
 
 def native_quantization(module: Module) -> str:
@@ -324,11 +325,8 @@ def watch_functions(root: Module) -> Iterator[dict[str, str]]:
             callers.setdefault(type(self).__qualname__, path)
         return original(self, *args)
 
-    Function.__call__ = call
-    try:
+    with patched(Function, __call__=call):
         yield callers
-    finally:
-        Function.__call__ = original
 
 
 def _wrapped_code() -> set[CodeType]:

@@ -37,7 +37,7 @@ from qtrace.errors import TraceError, shorten_list
 from qtrace.graph.failures import LIBRARIES
 from qtrace.graph.notes import name_with_line, recorded_lines, shown_path
 from qtrace.graph.tracing.tracer import Tracer, attention_in_parts, find_replacements, recorded_as
-from qtrace.graph.walk import op_label, reads_shape
+from qtrace.graph.walk import graphs_of, op_label, patched, reads_shape
 
 NONE_IS_DROPPED = "forward returns None among tensors: the trace returns only the tensors."
 VALUES_ARE_DROPPED = (
@@ -103,12 +103,9 @@ def recording(tracer: Tracer) -> Iterator[None]:
         wrapped, other = wrap(function), replacements.get(id(function))
         return wrapped if other is None else recorded_as(other, wrapped, wrap)
 
-    traced_module.tree_flatten, traced_module._wrapped_function = flatten_values, wrap_function
-    try:
-        with recorded_lines():
-            yield
-    finally:
-        traced_module.tree_flatten, traced_module._wrapped_function = flatten, wrap
+    changes = {"tree_flatten": flatten_values, "_wrapped_function": wrap_function}
+    with patched(traced_module, **changes), recorded_lines():
+        yield
 
 
 def _distinct(arguments: list[Any]) -> list[Any]:
@@ -137,15 +134,12 @@ def check_kernels(traced: TracedModule, name: str) -> None:
     Raises:
         TraceError: for such an op, with its module and its line.
     """
-    for module in traced.modules():
-        graphs: Any = getattr(module, "argdef_graph_map", None) or {}
-        for graph in graphs.values():
-            for expr in graph._exprs:
-                if _is_compiled(expr):
-                    raise TraceError(
-                        f"{name}: {name_with_line(expr, str(expr.opdef))} is compiled from other ops, which "
-                        "no file and no export can hold: write it with functions of megengine.functional."
-                    )
+    for expr in (expr for graph in graphs_of(traced) for expr in graph._exprs):
+        if _is_compiled(expr):
+            raise TraceError(
+                f"{name}: {name_with_line(expr, str(expr.opdef))} is compiled from other ops, which "
+                "no file and no export can hold: write it with functions of megengine.functional."
+            )
 
 
 def check_readers(traced: TracedModule, name: str) -> None:
@@ -154,19 +148,17 @@ def check_readers(traced: TracedModule, name: str) -> None:
     Raises:
         TraceError: for such an op, with its line and the line that computes the tensor.
     """
-    for module in traced.modules():
-        graphs: Any = getattr(module, "argdef_graph_map", None) or {}
-        for graph in graphs.values():
-            known = set(graph._inputs)
-            for expr in graph._exprs:
-                for node in expr.inputs:
-                    if node not in known:
-                        raise TraceError(
-                            f"{name}: {name_with_line(expr, op_label(expr))} reads a tensor that a "
-                            f"submodule keeps on itself, {name_with_line(node.expr, op_label(node.expr))}, "
-                            "which a trace does not pass on: return it as an output."
-                        )
-                known.update(expr.outputs)
+    for graph in graphs_of(traced):
+        known = set(graph._inputs)
+        for expr in graph._exprs:
+            for node in expr.inputs:
+                if node not in known:
+                    raise TraceError(
+                        f"{name}: {name_with_line(expr, op_label(expr))} reads a tensor that a submodule "
+                        f"keeps on itself, {name_with_line(node.expr, op_label(node.expr))}, which a trace "
+                        "does not pass on: return it as an output."
+                    )
+            known.update(expr.outputs)
 
 
 def _is_compiled(expr: Any) -> bool:
@@ -296,7 +288,6 @@ def watch_reads(kept: Collection[tuple[int, str]] = ()) -> Iterator[list[PythonR
 
         return read
 
-    own = {name: vars(Tensor).get(name) for name in _METHODS}
     get_attribute = TracedModuleBuilder.__getattribute__
 
     def attribute(builder: Any, name: str) -> Any:
@@ -310,19 +301,14 @@ def watch_reads(kept: Collection[tuple[int, str]] = ()) -> Iterator[list[PythonR
                 return assigned.get(name, before.get(name))
         return get_attribute(builder, name)
 
-    for name, how in _METHODS.items():
-        setattr(Tensor, name, watched(getattr(Tensor, name), how))
-    TracedModuleBuilder.__getattribute__ = attribute
-    try:
-        with _record_arguments(passed), _trace_later_calls():
-            yield collected
-    finally:
-        TracedModuleBuilder.__getattribute__ = get_attribute
-        for name, method in own.items():
-            if method is None:
-                delattr(Tensor, name)
-            else:
-                setattr(Tensor, name, method)
+    methods = {name: watched(getattr(Tensor, name), how) for name, how in _METHODS.items()}
+    with (
+        patched(Tensor, **methods),
+        patched(TracedModuleBuilder, __getattribute__=attribute),
+        _record_arguments(passed),
+        _trace_later_calls(),
+    ):
+        yield collected
 
 
 def _compare_shapes(node: Node, tensor: Tensor) -> bool | None:
@@ -340,7 +326,7 @@ def _compare_shapes(node: Node, tensor: Tensor) -> bool | None:
 @contextmanager
 def _record_arguments(passed: dict[Node, Node]) -> Iterator[None]:
     """Maps each input of a submodule's graph to the node that the caller passes, in ``passed``."""
-    own, wrap = vars(NodeMixin)["wrap"], NodeMixin.wrap
+    wrap = NodeMixin.wrap
 
     def wrap_and_record(value: Any, node: Any) -> None:
         outer = NodeMixin.get(value, None)
@@ -352,11 +338,8 @@ def _record_arguments(passed: dict[Node, Node]) -> Iterator[None]:
         if inside and isinstance(outer, TensorNode) and inner is not outer:
             passed[inner] = outer
 
-    NodeMixin.wrap = staticmethod(wrap_and_record)
-    try:
+    with patched(NodeMixin, wrap=staticmethod(wrap_and_record)):
         yield
-    finally:
-        NodeMixin.wrap = own
 
 
 @contextmanager
@@ -378,11 +361,8 @@ def _trace_later_calls() -> Iterator[None]:
         finally:
             builder._argdef_graph_map = {**graphs, **_new_items(builder._argdef_graph_map, graphs)}
 
-    TracedModuleBuilder.__call__ = call
-    try:
+    with patched(TracedModuleBuilder, __call__=call):
         yield
-    finally:
-        TracedModuleBuilder.__call__ = own
 
 
 def _new_items(new: dict[Any, Any], known: dict[Any, Any]) -> dict[Any, Any]:

@@ -7,17 +7,14 @@ them in alphabetical order; a trace has those that ``forward`` uses. With the fo
 
 from __future__ import annotations
 
-import copy
 import difflib
 import dis
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, cast
 
-import megengine as mge
 from megengine import Tensor
 from megengine.module import Identity, Module
 from megengine.module.module import _expand_structure
@@ -32,9 +29,12 @@ from megengine.utils.naming import AutoNaming
 from qtrace.errors import TraceError
 from qtrace.gradients.recurrent import checked_shapes
 from qtrace.graph import failures
+from qtrace.graph.kernels import synchronous
 from qtrace.graph.tracing.example_inputs import with_forward
 from qtrace.graph.tracing.tracer import open_attention
+from qtrace.graph.walk import graphs_of
 
+_RESERVED = frozenset(dir(Identity()))  # names of what every module has
 # Names that a subclass may define without changing what its forward computes.
 _WITHOUT_EFFECT = {
     "__abstractmethods__",
@@ -79,19 +79,13 @@ def _by_name(kwargs: dict[str, Any]) -> str:
 @contextmanager
 def engine_for_tracing() -> Iterator[None]:
     """Sets MegEngine's ``async_level`` to 0 within the block; restores the tracer after an exception."""
-    level, default_check, depth = (
-        mge.config.async_level,
-        tm_config._enable_default_checker,
-        len(AutoNaming.scopes),
-    )
-    mge.config.async_level = 0
+    default_check, depth = tm_config._enable_default_checker, len(AutoNaming.scopes)
     # qtrace compares on other inputs; MegEngine's own comparison on the example costs another forward.
     tm_config._enable_default_checker = False
     try:
-        with checked_shapes():
+        with synchronous(), checked_shapes():
             yield
     finally:
-        mge.config.async_level = level
         tm_config._enable_default_checker = default_check
         while len(AutoNaming.scopes) > depth:
             AutoNaming.pop_scope()
@@ -104,13 +98,7 @@ def copy_module(source: Module, method: str) -> Module:
         TraceError: for a module that cannot be copied, or whose class is registered as a builtin.
     """
     name = type(source).__name__
-    try:
-        module = copy.deepcopy(source)
-    except Exception as error:
-        raise TraceError(
-            f"{name} cannot be copied, so it cannot be traced without changing it; take what cannot "
-            f"be copied out of its attributes ({failures.short(error)})."
-        ) from error
+    module = failures.copy_module(source, "it cannot be traced without changing it")
     module.eval()
     _use_builtin_classes(module)
     open_attention(module)
@@ -208,7 +196,7 @@ def as_module(root: Any, method: str) -> tuple[Module, str]:
 def _module_of(function: FunctionType) -> Module:
     """Returns a module whose forward is ``function``."""
     free, used = _held_variables(function), _held_globals(function)
-    attributes = {name: _attribute_name(name) for name in (*used, *free)}
+    attributes = {name: f"{name}_" if name in _RESERVED else name for name in (*used, *free)}
 
     def bind(module: Any) -> Callable[..., Any]:
         """Returns ``function`` with attributes of ``module`` for the modules and tensors that it names."""
@@ -288,19 +276,6 @@ def _is_held(value: Any) -> bool:
     return isinstance(value, (Module, Tensor))
 
 
-@functools.lru_cache(1)
-def _reserved() -> frozenset[str]:
-    """Returns the names that every module has."""
-    return frozenset(dir(Identity()))
-
-
-def _attribute_name(name: str) -> str:
-    return f"{name}_" if name in _reserved() else name
-
-
-# Gives the modules of a trace the names that its source has in its ``state_dict``.
-
-
 def restore_names(source: Module, traced: TracedModule) -> None:
     """Names the modules and tensors of ``traced`` as the ``state_dict`` of ``source`` does.
 
@@ -314,10 +289,8 @@ def restore_names(source: Module, traced: TracedModule) -> None:
     if not renamed:
         return
     traced._update_ref()
-    for module in traced.modules():
-        if isinstance(module, TracedModule):
-            for graph in module.argdef_graph_map.values():
-                _requalify(graph, traced.graph._qualname, renamed)
+    for graph in graphs_of(traced):
+        _requalify(graph, traced.graph._qualname, renamed)
 
 
 def restore_input_names(traced: TracedModule) -> None:

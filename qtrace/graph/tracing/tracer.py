@@ -23,7 +23,7 @@ from megengine.traced_module.node import ModuleNode
 from qtrace.errors import TraceError
 from qtrace.gradients import plain
 from qtrace.graph.failures import short
-from qtrace.graph.walk import owner
+from qtrace.graph.walk import graphs_of, owner
 
 # What a trace keeps as one call, and what it records a call as: a class to be subclassed.
 
@@ -116,11 +116,10 @@ def chosen_leaves(root: Module, tracer: Tracer) -> Iterator[dict[type[Module], t
 
 def name_own_classes(traced: TracedModule, own: dict[type[Module], type[Module]]) -> None:
     """Writes the modules' own classes into the nodes of ``traced``."""
-    for module in traced.modules():
-        for graph in (getattr(module, "argdef_graph_map", None) or {}).values():
-            for node in graph.nodes(False).as_list():
-                if isinstance(node, ModuleNode) and node.module_type in own:
-                    node.module_type = own[node.module_type]
+    for graph in graphs_of(traced):
+        for node in graph.nodes(False).as_list():
+            if isinstance(node, ModuleNode) and node.module_type in own:
+                node.module_type = own[node.module_type]
 
 
 def find_replacements(tracer: Tracer) -> dict[int, Callable[..., Any]]:

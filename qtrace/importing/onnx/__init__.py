@@ -282,7 +282,7 @@ class _Building:
         Raises:
             UnsupportedNodesError: when nodes can neither be written in MegEngine nor be kept.
         """
-        keepable = self._opaque_if_fixed if open_sizes(inputs) else None
+        keepable = (lambda: self._kept) if open_sizes(inputs) else None
         importer, results = self._walk(inputs, keepable, unlike)
         outputs = [_output(importer, n, v) for n, v in zip(self.graph.outputs, results, strict=True)]
         origin = list_names(importer, self.graph)
@@ -301,14 +301,11 @@ class _Building:
 
     @functools.cached_property
     def _kept(self) -> Collection[str]:
+        """The first outputs of the nodes that are kept if no axis is open."""
         try:
             return self._walk(self.closed, None)[0].kept
         except (ImportingError, GraphError):
             return ()
-
-    def _opaque_if_fixed(self) -> Collection[str]:
-        """Returns the first outputs of the nodes that are kept if no axis is open."""
-        return self._kept
 
     def _walk(
         self,

@@ -389,7 +389,7 @@ def _all_nodes(
         raise ImportingError(f"{graph.name!r}: bodies and functions are nested more than {MAX_DEPTH} deep.")
     for node in graph.node:
         yield node
-        bodies = list(bodies_of(node))
+        bodies: list[onnx.GraphProto | onnx.FunctionProto] = list(bodies_of(node))
         called = functions.get((node.domain, node.op_type, node.overload))
         for body in bodies if called is None else [*bodies, called]:
             yield from _all_nodes(body, functions, depth + 1)

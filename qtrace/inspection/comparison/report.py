@@ -325,10 +325,10 @@ def _draw_sites(axes: Axes, sites: Sequence[SiteComparison]) -> None:
         np.minimum([getattr(site, name) for site in sites], _EXACT_DB)
         for name in ("sqnr_db", "own_db", "inherited_db")
     )
-    drawn = np.concatenate([whole, own])
+    finite = inherited < _EXACT_DB
+    drawn = np.concatenate([whole, own, inherited[finite]])
     floor = float(drawn.min(initial=0.0))
     axes.bar(place, own - floor, bottom=floor, color=OWN, width=0.8, label="own: the error that arises here")
-    finite = inherited < _EXACT_DB
     axes.plot(place[finite], inherited[finite], ".", color=INHERITED, label="inherited: the errors before")
     axes.step(place, whole, where="mid", color=WHOLE, linewidth=1.6, label="SQNR: the whole error")
     axes.set_ylabel("signal to error, dB (higher is better)")

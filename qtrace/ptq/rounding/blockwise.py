@@ -16,9 +16,10 @@ from pydantic import AfterValidator, Field
 
 from qtrace.display import progress_bar
 from qtrace.errors import CalibrationError
+from qtrace.graph.kernels import synchronous
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
-from qtrace.learning import Adam, LearningEngine, UnsupportedError, descend, queueless
+from qtrace.learning import Adam, LearningEngine, UnsupportedError, descend
 from qtrace.numerics import SMALLEST_NORMAL
 from qtrace.plugins import load_object
 from qtrace.plugins.options import Float, Int
@@ -282,7 +283,7 @@ class LearnedRounding(CalibratedAlgorithm):
         settings, floats = self.settings(), _weights(task.model, quantized)
         changed: list[str] = []
         errors = []
-        with queueless():
+        with synchronous():
             twins = LayerTwins(task)
             name = type(self).__name__.lower()
             for block in progress_bar(blocks, desc=name, unit="block", disable=not task.progress):

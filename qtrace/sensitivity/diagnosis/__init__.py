@@ -281,7 +281,7 @@ def _finite(noise: float | None) -> float:
 def _describe_rounding(site: SiteEvidence) -> str:
     lost = site.channels.mean_relative_noise
     level = f"{-10 * math.log10(lost):.0f} dB in the mean channel" if lost > 0 else "no error of its own"
-    return f"rounding to {site.scheme} in the range {site.lo:.3g} to {site.hi:.3g}, {level}"
+    return f"{site.scheme} in the range {site.lo:.3g} to {site.hi:.3g}, {level}"
 
 
 def _few_samples(

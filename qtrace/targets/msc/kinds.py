@@ -506,7 +506,7 @@ def _slices(node: MSCNode, index: Any) -> dict[int, slice]:
     numbers = [n for own in slices for n in (own.start, own.stop, own.step)]
     if len(slices) < len(parts) or not all(n is None or type(n) is int for n in numbers):
         return {}
-    return {part.axis: part.value for part in parts if not part.whole}
+    return {part.axis or 0: part.value for part in parts if not part.whole}
 
 
 def _write_slices(node: MSCNode, a: Attributes) -> Attributes:

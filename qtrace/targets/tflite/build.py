@@ -196,7 +196,7 @@ class Store:
                 self._floats[tensor.index] = self.writer.constant(name, grid.floats(tensor.value))
             else:
                 self._floats[tensor.index] = self.writer.add(
-                    "DEQUANTIZE", [tensor], f"{name}_dq", tensor.shape, kind="DequantizeOptions"
+                    "DEQUANTIZE", [tensor], f"{name}_dq", tensor.shape
                 )
         return self._floats[tensor.index]
 
@@ -222,13 +222,15 @@ class Store:
         return self._arranged[key]
 
     def _rearranged(self, source: OrderedTensor, order: Order) -> FileTensor:
-        tensor, shape = source.tensor, file_shape(source.shape, order)
-        moves = [source.order.index(axis) for axis in order]
+        tensor = source.tensor
+        if tensor.value is None and not moves_values(source.shape, source.order, order):
+            return self.reshaped(tensor, file_shape(source.shape, order), order.index(0))
+        return self._transposed(tensor, [source.order.index(axis) for axis in order], tensor.name)
+
+    def _transposed(self, tensor: FileTensor, axes: list[int], name: str) -> FileTensor:
         if tensor.value is not None:
-            return self.writer.constant(tensor.name, tensor.value.transpose(moves), tensor.grid)
-        if not moves_values(source.shape, source.order, order):
-            return self.reshaped(tensor, shape, order.index(0))
-        return self.add("TRANSPOSE", [tensor, moves], f"{tensor.name}_moved", shape, kind="TransposeOptions")
+            return self.writer.constant(name, tensor.value.transpose(axes), tensor.grid)
+        return self.add("TRANSPOSE", [tensor, axes], f"{name}_moved", [tensor.shape[i] for i in axes])
 
     def moved_from(self, node: TensorNode) -> tuple[OrderedTensor, Moved]:
         """Returns the tensor with the values of ``node``, and the moves that are not written yet."""
@@ -261,14 +263,7 @@ class Store:
             tensor = self.reshaped(
                 tensor, [moved.size(a) for a in now], now.index(moved.batch) if moved.batch in now else None
             )
-            moves = [now.index(a) for a in atoms]
-            shape = [tensor.shape[i] for i in moves]
-            if tensor.value is not None:
-                tensor = self.writer.constant(name, tensor.value.transpose(moves), tensor.grid)
-            else:
-                tensor = self.add(
-                    "TRANSPOSE", [tensor, moves], f"{name}_moved", shape, kind="TransposeOptions"
-                )
+            tensor = self._transposed(tensor, [now.index(a) for a in atoms], name)
         free = next((i for i, axis in enumerate(order) if moved.batch in moved.axes[axis]), None)
         return self.reshaped(tensor, file_shape(moved.shape, order), free, name)
 
@@ -290,8 +285,8 @@ class Store:
             return self.writer.constant(name or tensor.name, tensor.value.reshape(shape), tensor.grid)
         tensor = self._origin.get(tensor.index, tensor)  # of two reshapes in a row, one is enough
         target = [-1 if i == free else n for i, n in enumerate(shape)]
-        options = {"kind": "ReshapeOptions", "newShape": np.array(target, np.int32)}
-        result = self.add("RESHAPE", [tensor, target], name or f"{tensor.name}_shaped", shape, **options)
+        size, name = np.array(target, np.int32), name or f"{tensor.name}_shaped"
+        result = self.add("RESHAPE", [tensor, target], name, shape, newShape=size)
         self._origin[result.index] = tensor
         return result
 
@@ -309,9 +304,8 @@ class Store:
         rank = range(len(source.shape))
         ranges = [parts.get(i, (0, source.shape[i], 1)) for i in rank]
         mask = sum(1 << i for i in rank if i not in parts)  # these have the size that there is
-        options = {"beginMask": mask, "endMask": mask}
         inputs: Inputs = [source, *zip(*ranges, strict=True)]
-        self.writer.op("STRIDED_SLICE", inputs, [target], "StridedSliceOptions", **options)
+        self.writer.op("STRIDED_SLICE", inputs, [target], beginMask=mask, endMask=mask)
 
     def put(self, node: TensorNode, tensor: FileTensor, order: Order) -> None:
         """Makes ``tensor`` the value of ``node``."""
@@ -368,7 +362,7 @@ def as_type(b: Builder, tensor: FileTensor, kind: np.dtype) -> FileTensor:
     if tensor.value is not None:
         return b.writer.constant(tensor.name, tensor.value.astype(kind))
     result = b.writer.tensor(f"{tensor.name}_{kind.name}", tensor.shape, kind)
-    b.writer.op("CAST", [tensor], [result], "CastOptions")
+    b.writer.op("CAST", [tensor], [result])
     return result
 
 
@@ -519,7 +513,6 @@ class Builder(Store):
         order: Order,
         code: str,
         inputs: Inputs,
-        kind: str,
         fuses: bool = True,
         **options: Any,
     ) -> None:
@@ -527,7 +520,7 @@ class Builder(Store):
         target = self.target(op, order, fuses)
         if fuses:
             options["fusedActivationFunction"] = target.activation
-        self.writer.op(code, inputs, [target.tensor], kind, **options)
+        self.writer.op(code, inputs, [target.tensor], **options)
         self.finish(op, target)
 
     def emit(
@@ -536,13 +529,12 @@ class Builder(Store):
         order: Order,
         code: str,
         inputs: Inputs,
-        kind: str = "",
         source: FileTensor | None = None,
         **options: Any,
     ) -> None:
         """Adds the operator that computes ``node``, in the type of ``source`` or else of the node."""
         out = self.result(node, order, source)
-        self.writer.op(code, inputs, [out], kind, **options)
+        self.writer.op(code, inputs, [out], **options)
         self.put(node, out, order)
 
     def clamped(self, tensor: FileTensor, limits: tuple[float | None, float | None], name: str) -> FileTensor:
@@ -568,7 +560,7 @@ class Builder(Store):
         result = self.writer.tensor(name, tensor.shape, tensor.dtype, grid)
         assert tensor.grid is not None
         zero = self.writer.constant("zero", np.array(tensor.grid.zero_point[0], tensor.dtype), tensor.grid)
-        self.writer.op("ADD", [tensor, zero], [result], "AddOptions")
+        self.writer.op("ADD", [tensor, zero], [result])
         return result
 
     def quantized(self, tensor: FileTensor, grid: Grid, kind: np.dtype, name: str) -> FileTensor:
@@ -577,7 +569,7 @@ class Builder(Store):
             return tensor
         if tensor.grid is not None and tensor.dtype == kind == np.int8:
             return self.requantized(tensor, grid, name)
-        return self.writer.add("QUANTIZE", [tensor], name, tensor.shape, kind, grid, kind="QuantizeOptions")
+        return self.writer.add("QUANTIZE", [tensor], name, tensor.shape, kind, grid)
 
 
 Emitter = Callable[[Builder, FusedOp], None]

@@ -93,12 +93,10 @@ class _Operators:
         scores = self.columns(floats[heads.scores], heads.first, heads.classes, "of_classes")
         if heads.objectness is not None:
             factor = self.columns(floats[heads.objectness], heads.factor, 1, "objectness")
-            scores = self.add("MUL", [scores, factor], "scores", scores.shape, kind="MulOptions")
-        best = self.add("REDUCE_MAX", [scores, [1]], "best", [count], kind="ReducerOptions")
+            scores = self.add("MUL", [scores, factor], "scores", scores.shape)
+        best = self.add("REDUCE_MAX", [scores, [1]], "best", [count])
         axis = self.writer.constant(f"{NMS}_axis", np.array(1, np.int32))
-        label = self.add(
-            "ARG_MAX", [scores, axis], "label", [count], np.int32, kind="ArgMaxOptions", outputType=2
-        )
+        label = self.add("ARG_MAX", [scores, axis], "label", [count], np.int32, outputType=2)
         limits = [
             np.array(choice.limit, np.int32),
             *(np.array(n, np.float32) for n in (choice.iou, choice.score, 0)),
@@ -115,12 +113,9 @@ class _Operators:
             "NON_MAX_SUPPRESSION_V5",
             [apart, best, *settings],
             [chosen, written, number],
-            "NonMaxSuppressionV5Options",
         )
         gathered, labels = (
-            self.writer.add(
-                "GATHER", [source, chosen], name, shape, source.dtype, kind="GatherOptions", axis=0
-            )
+            self.writer.add("GATHER", [source, chosen], name, shape, source.dtype, axis=0)
             for source, name, shape in (
                 (corners, "detection_boxes", [choice.limit, 4]),
                 (label, "detection_classes", [choice.limit]),
@@ -139,37 +134,34 @@ class _Operators:
         rows = source.shape[1]
         if count < source.shape[2]:
             bounds = [[0, 0, start], [1, rows, count]]
-            source = self.add("SLICE", [source, *bounds], name, [1, rows, count], kind="SliceOptions")
+            source = self.add("SLICE", [source, *bounds], name, [1, rows, count])
         shape = [rows, count]
-        return self.add("RESHAPE", [source, shape], f"{name}_rows", shape, kind="ReshapeOptions")
+        return self.add("RESHAPE", [source, shape], f"{name}_rows", shape)
 
     def corners(self, boxes: FileTensor) -> FileTensor:
         """Computes the corners of boxes that are stored as center and size."""
         rows = boxes.shape[0]
         center, size = (
-            self.add("SLICE", [boxes, [0, start], [rows, 2]], name, [rows, 2], kind="SliceOptions")
+            self.add("SLICE", [boxes, [0, start], [rows, 2]], name, [rows, 2])
             for start, name in ((0, "center"), (2, "size"))
         )
-        half = self.add("MUL", [size, self.number(0.5)], "half", [rows, 2], kind="MulOptions")
+        half = self.add("MUL", [size, self.number(0.5)], "half", [rows, 2])
         ends = [
-            self.add(code, [center, half], name, [rows, 2], kind=f"{code.title()}Options")
+            self.add(code, [center, half], name, [rows, 2])
             for code, name in (("SUB", "low"), ("ADD", "high"))
         ]
-        return self.add("CONCATENATION", ends, "corners", [rows, 4], kind="ConcatenationOptions", axis=1)
+        return self.add("CONCATENATION", ends, "corners", [rows, 4], axis=1)
 
     def apart(self, corners: FileTensor, label: FileTensor) -> FileTensor:
         """Moves the boxes of each class away from the other boxes."""
         rows = corners.shape[0]
-        ends = [
-            self.add(f"REDUCE_{n}", [corners, [0, 1]], n.lower(), [], kind="ReducerOptions")
-            for n in ("MAX", "MIN")
-        ]
-        width = self.add("SUB", ends, "width", [], kind="SubOptions")
-        span = self.add("ADD", [width, self.number(1.0)], "span", [], kind="AddOptions")
-        number = self.add("CAST", [label], "number", [rows], kind="CastOptions")
-        shift = self.add("MUL", [number, span], "shift", [rows], kind="MulOptions")
-        shift = self.add("RESHAPE", [shift, [rows, 1]], "shift_of_box", [rows, 1], kind="ReshapeOptions")
-        return self.add("ADD", [corners, shift], "apart", [rows, 4], kind="AddOptions")
+        ends = [self.add(f"REDUCE_{n}", [corners, [0, 1]], n.lower(), []) for n in ("MAX", "MIN")]
+        width = self.add("SUB", ends, "width", [])
+        span = self.add("ADD", [width, self.number(1.0)], "span", [])
+        number = self.add("CAST", [label], "number", [rows])
+        shift = self.add("MUL", [number, span], "shift", [rows])
+        shift = self.add("RESHAPE", [shift, [rows, 1]], "shift_of_box", [rows, 1])
+        return self.add("ADD", [corners, shift], "apart", [rows, 4])
 
     def number(self, value: float) -> FileTensor:
         """A constant."""
@@ -411,14 +403,12 @@ class Exporter:
             )
         if tensor.grid is None or self.options.io == "int8":
             return tensor
-        return b.writer.add("DEQUANTIZE", [tensor], name, tensor.shape, kind="DequantizeOptions")
+        return b.writer.add("DEQUANTIZE", [tensor], name, tensor.shape)
 
     def _copied(self, tensor: FileTensor, name: str) -> FileTensor:
         """Copies a tensor: an output tensor may be neither an input, nor a constant, nor another output."""
         target = [-1, *tensor.shape[1:]] if tensor.shape else []
-        return self.build.add(
-            "RESHAPE", [tensor, target], f"{name}_output", tensor.shape, kind="ReshapeOptions"
-        )
+        return self.build.add("RESHAPE", [tensor, target], f"{name}_output", tensor.shape)
 
     def _metadata(self, kept_names: set[str], free: bool) -> dict[str, Any]:
         """Returns the origin of the file, and what `qtrace.verify` needs to compare its integers."""

@@ -59,11 +59,11 @@ def padded(b: Builder, x: FileTensor, pads: list[tuple[int, int]], lowest: bool 
     result = b.like(x, f"{x.name}_padded", [n + sum(w) for n, w in zip(x.shape, widths, strict=True)])
     zero = x.grid is not None and x.grid.zero_point[0] == np.iinfo(x.dtype).min
     if not lowest or zero:  # integers are padded with their zero point
-        b.writer.op("PAD", [x, stored_widths], [result], "PadOptions")
+        b.writer.op("PAD", [x, stored_widths], [result])
         return result
     low = np.finfo(np.float32).min if x.grid is None else np.iinfo(x.dtype).min
     fill = b.writer.constant("lowest", np.array([low], x.dtype), x.grid)
-    b.writer.op("PADV2", [x, stored_widths, fill], [result], "PadV2Options")
+    b.writer.op("PADV2", [x, stored_widths, fill], [result])
     return result
 
 
@@ -170,11 +170,11 @@ def _conv(b: Builder, op: FusedOp) -> None:
     if groups > 1 and inside == 1:
         stored = layer.stored_weight(weight[:, 0].transpose(1, 2, 0)[None], 3)
         options["depthMultiplier"] = count // groups
-        code, kind, version = "DEPTHWISE_CONV_2D", "DepthwiseConv2DOptions", 0
+        code, version = "DEPTHWISE_CONV_2D", 0
     else:
         stored = layer.stored_weight(weight.transpose(0, 2, 3, 1), 0)
-        code, kind, version = "CONV_2D", "Conv2DOptions", 6 if groups > 1 else 0
-    b.writer.op(code, [layer.input, stored, layer.bias(count)], [target.tensor], kind, version, **options)
+        code, version = "CONV_2D", 6 if groups > 1 else 0
+    b.writer.op(code, [layer.input, stored, layer.bias(count)], [target.tensor], version, **options)
     b.finish(op, target)
 
 
@@ -191,10 +191,9 @@ def _conv1d(b: Builder, op: FusedOp) -> None:
     stored = layer.stored_weight(weight.transpose(0, 2, 3, 1), 0)
     _, steps, outside = target.tensor.shape
     row = b.like(target.tensor, f"{op.call.out.name}_row", (count, 1, steps, outside))
-    b.writer.op("CONV_2D", [layer.input, stored, layer.bias(outside)], [row], "Conv2DOptions", **options)
+    b.writer.op("CONV_2D", [layer.input, stored, layer.bias(outside)], [row], **options)
     shape = [-1, steps, outside]
-    options = {"newShape": np.array(shape, np.int32)}
-    b.writer.op("RESHAPE", [row, shape], [target.tensor], "ReshapeOptions", **options)
+    b.writer.op("RESHAPE", [row, shape], [target.tensor], newShape=np.array(shape, np.int32))
     b.finish(op, target)
 
 
@@ -213,7 +212,7 @@ def _conv3d(b: Builder, op: FusedOp) -> None:
     options["fusedActivationFunction"] = target.activation
     stored = layer.stored_weight(weight.transpose(2, 3, 4, 1, 0), 4)
     inputs = [layer.input, stored, layer.bias(len(weight))]
-    b.writer.op("CONV_3D", inputs, [target.tensor], "Conv3DOptions", **options)
+    b.writer.op("CONV_3D", inputs, [target.tensor], **options)
     b.finish(op, target)
 
 
@@ -239,7 +238,7 @@ def _conv_transpose(b: Builder, op: FusedOp) -> None:
     inputs = [b.writer.ints([batch, *sizes, count]), layer.stored_weight(weight, 0), x, layer.bias(count)]
     options = dict(zip(("strideH", "strideW"), a["stride"], strict=True))
     padding = Padding.SAME if same else Padding.VALID
-    b.writer.op("TRANSPOSE_CONV", inputs, [result], "TransposeConvOptions", padding=padding, **options)
+    b.writer.op("TRANSPOSE_CONV", inputs, [result], padding=padding, **options)
     if cut:
         places = zip((1, 2), a["padding"], size, strict=True)
         b.cut(result, target.tensor, {i: (p, p + n, 1) for i, p, n in places})
@@ -288,8 +287,8 @@ def _linear(b: Builder, op: FusedOp) -> None:
     target = b.target(op, order)
     inputs = [x, layer.stored_weight(weight, 0), layer.bias(weight.shape[0])]
     version = 12 if layer.ints and len(layer.weight_scales()) > 1 else 0
-    options = {"keepNumDims": True, "fusedActivationFunction": target.activation}
-    b.writer.op("FULLY_CONNECTED", inputs, [target.tensor], "FullyConnectedOptions", version, **options)
+    options: dict[str, Any] = {"keepNumDims": True, "fusedActivationFunction": target.activation}
+    b.writer.op("FULLY_CONNECTED", inputs, [target.tensor], version, **options)
     b.finish(op, target)
 
 
@@ -309,7 +308,7 @@ def _matmul(b: Builder, op: FusedOp) -> None:
         factors.append(b.arrange(source, order))
         flips.append(bool(flip))
     options = {"adjX": flips[0], "adjY": flips[1]}
-    b.compute(op, natural(rank), "BATCH_MATMUL", factors, "BatchMatMulOptions", False, **options)
+    b.compute(op, natural(rank), "BATCH_MATMUL", factors, False, **options)
 
 
 # On integers where the result has a site, else in float.

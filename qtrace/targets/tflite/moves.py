@@ -64,9 +64,9 @@ def _pad(b: Builder, op: FusedOp) -> None:
             f"{call.out.name}: padding by the border's values cannot become TFLite: use zeros or reflect"
         )
     if a["mode"] == "reflect":
-        b.emit(call.out, order, "MIRROR_PAD", [x, pads], "MirrorPadOptions", x, mode=0)
+        b.emit(call.out, order, "MIRROR_PAD", [x, pads], x, mode=0)
     elif a["value"] == 0.0:  # integers are padded with their zero point
-        b.emit(call.out, order, "PAD", [x, pads], "PadOptions", x)
+        b.emit(call.out, order, "PAD", [x, pads], x)
     else:
         carried = b.plan.graph.carried.get(call.out.name)
         if x.grid is None or carried is None:
@@ -74,7 +74,7 @@ def _pad(b: Builder, op: FusedOp) -> None:
             fill = b.writer.constant("fill", np.array([a["value"]], np.float32))
         else:
             fill = b.writer.constant("fill", x.grid.integers([a["value"]], x.dtype), x.grid)
-        b.emit(call.out, order, "PADV2", [x, pads, fill], "PadV2Options", x)
+        b.emit(call.out, order, "PADV2", [x, pads, fill], x)
 
 
 def _split(b: Builder, op: FusedOp) -> None:
@@ -84,7 +84,7 @@ def _split(b: Builder, op: FusedOp) -> None:
     if len(set(sizes)) == 1:
         outs = [b.result(n, source.order, source.tensor) for n in call.outputs]
         axis_tensor = b.writer.constant("axis", np.array(place, np.int32))
-        b.writer.op("SPLIT", [axis_tensor, source.tensor], outs, "SplitOptions", numSplits=len(outs))
+        b.writer.op("SPLIT", [axis_tensor, source.tensor], outs, numSplits=len(outs))
         for node, out in zip(call.outputs, outs, strict=True):
             b.put(node, out, source.order)
         return
@@ -104,7 +104,7 @@ def _broadcast_to(b: Builder, op: FusedOp) -> None:
         b.put(call.out, x, order)
         return
     repeats = b.writer.ints([o // i for o, i in zip(shape, x.shape, strict=True)])
-    b.emit(call.out, order, "TILE", [x, repeats], "TileOptions", x)
+    b.emit(call.out, order, "TILE", [x, repeats], x)
     if shape[order.index(0)] != x.shape[order.index(0)]:
         b.fixed = b.fixed or call.out.name
 
@@ -116,7 +116,7 @@ def _tile(b: Builder, op: FusedOp) -> None:
     x, order = b.widened(b.get(call.inputs[0]), rank).parts
     reps = [1] * (rank - len(reps)) + reps
     repeats = b.writer.ints([reps[axis] for axis in order])
-    b.emit(call.out, order, "TILE", [x, repeats], "TileOptions", x)
+    b.emit(call.out, order, "TILE", [x, repeats], x)
 
 
 def _repeat(b: Builder, op: FusedOp) -> None:
@@ -132,7 +132,7 @@ def _repeat(b: Builder, op: FusedOp) -> None:
     single = b.reshaped(x, (*x.shape[: place + 1], 1, *x.shape[place + 1 :]), batch)
     counts = [times if i == place + 1 else 1 for i in range(len(x.shape) + 1)]
     shape = [n * c for n, c in zip(single.shape, counts, strict=True)]
-    repeated = b.add("TILE", [single, counts], f"{call.out.name}_many", shape, kind="TileOptions")
+    repeated = b.add("TILE", [single, counts], f"{call.out.name}_many", shape)
     if b.rank(call.out) != len(order):  # of the flattened values
         order, batch = natural(1), 0
     b.put(call.out, b.reshaped(repeated, file_shape(b.shape(call.out), order), batch, name), order)
@@ -167,8 +167,7 @@ def _roll(b: Builder, op: FusedOp) -> None:
             shape = [end - start if i == place else n for i, n in enumerate(tensor.shape)]
             parts.append(b.like(tensor, f"{call.out.name}_part", shape))
             b.cut(tensor, parts[-1], {place: (start, end, 1)})
-        options = {"kind": "ConcatenationOptions", "axis": place}
-        tensor = b.add("CONCATENATION", parts, _name(call.out, source), tensor.shape, **options)
+        tensor = b.add("CONCATENATION", parts, _name(call.out, source), tensor.shape, axis=place)
     b.put(call.out, tensor, source.order)
 
 
@@ -216,16 +215,14 @@ def _concat(b: Builder, op: FusedOp) -> None:
     order = common_order(parts)
     tensor = [b.arrange(h, order) for h in parts]
     axis = op.call.attrs["axis"] % len(order)
-    _join(b, op, order, "CONCATENATION", tensor, "ConcatenationOptions", axis=order.index(axis))
+    _join(b, op, order, "CONCATENATION", tensor, axis=order.index(axis))
 
 
-def _join(
-    b: Builder, op: FusedOp, order: Order, code: str, parts: list[FileTensor], kind: str, **options: Any
-) -> None:
+def _join(b: Builder, op: FusedOp, order: Order, code: str, parts: list[FileTensor], **options: Any) -> None:
     if op.site is not None and parts[0].grid is not None:
-        b.compute(op, order, code, parts, kind, fuses=False, **options)
+        b.compute(op, order, code, parts, fuses=False, **options)
     else:
-        b.emit(op.out, order, code, parts, kind, parts[0], **options)
+        b.emit(op.out, order, code, parts, parts[0], **options)
 
 
 def _stack(b: Builder, op: FusedOp) -> None:
@@ -237,7 +234,7 @@ def _stack(b: Builder, op: FusedOp) -> None:
     place = 0
     if order and order[0] == 0 and axis != 0:
         after, place = (after[1], axis, *after[2:]), 1
-    _join(b, op, after, "PACK", tensor, "PackOptions", axis=place, valuesCount=len(tensor))
+    _join(b, op, after, "PACK", tensor, axis=place, valuesCount=len(tensor))
 
 
 def _looked_up(b: Builder, op: FusedOp) -> bool:
@@ -251,7 +248,7 @@ def _looked_up(b: Builder, op: FusedOp) -> bool:
         return False
     order = natural(b.rank(call.inputs[0]))
     x, ids = b.arrange(b.get(call.inputs[0]), order), b.ordered(index, natural(b.rank(index)))
-    b.emit(op.out, natural(b.rank(call.out)), "GATHER", [x, ids], "GatherOptions", x, axis=0)
+    b.emit(op.out, natural(b.rank(call.out)), "GATHER", [x, ids], x, axis=0)
     return True
 
 
@@ -273,7 +270,7 @@ def _getitem(b: Builder, op: FusedOp) -> None:
         shape[axis] = len(item.value)
         result = b.like(tensor, f"{call.out.name}_taken", [shape[a] for a in source.order])
         positions = b.writer.constant("positions", item.value.astype(np.int32) % source.shape[axis])
-        b.writer.op("GATHER", [tensor, positions], [result], "GatherOptions", axis=source.order.index(axis))
+        b.writer.op("GATHER", [tensor, positions], [result], axis=source.order.index(axis))
         tensor = result
     part = OrderedTensor(tensor, source.order)
     if any(i.axis == 0 and isinstance(i.value, (int, np.integer)) for i in items):
@@ -368,8 +365,8 @@ def _filled(b: Builder, op: FusedOp, source: OrderedTensor, cuts: list[tuple[int
         shape = [len(cut) if i == place else n for i, n in enumerate(source.tensor.shape)]
         middle = _spread(b, op, op.call.expr.args[2], source, shape)
     spans = [_span(b, source, place, 0, cut.start), middle, _span(b, source, place, cut.stop, size)]
-    parts, options = [p for p in spans if p is not None], {"kind": "ConcatenationOptions", "axis": place}
-    return b.add("CONCATENATION", parts, f"{op.call.out.name}_filled", source.tensor.shape, **options)
+    parts = [p for p in spans if p is not None]
+    return b.add("CONCATENATION", parts, f"{op.call.out.name}_filled", source.tensor.shape, axis=place)
 
 
 def _span(b: Builder, source: OrderedTensor, place: int, start: int, end: int) -> FileTensor | None:
@@ -395,7 +392,7 @@ def _spread(b: Builder, op: FusedOp, value: Any, source: OrderedTensor, shape: l
         return b.writer.constant(name, np.broadcast_to(tensor.value, shape))
     result = b.like(tensor, name, shape)
     zeros = b.writer.constant("zeros", np.zeros(shape, np.float32))
-    b.writer.op("ADD", [tensor, zeros], [result], "AddOptions")
+    b.writer.op("ADD", [tensor, zeros], [result])
     return result
 
 
@@ -412,8 +409,8 @@ def _gather(b: Builder, op: FusedOp) -> None:
     grids = np.indices(shape, np.int32)
     parts = [positions if a == axis else b.writer.constant("grid", grids[a]) for a in range(rank)]
     places = b.writer.tensor(f"{call.out.name}_places", (*shape, rank), np.int32)
-    b.writer.op("PACK", parts, [places], "PackOptions", axis=rank, valuesCount=rank)
-    b.emit(op.out, order, "GATHER_ND", [x, places], "GatherNdOptions", x)
+    b.writer.op("PACK", parts, [places], axis=rank, valuesCount=rank)
+    b.emit(op.out, order, "GATHER_ND", [x, places], x)
     b.fixed = b.fixed or call.out.name  # the coordinates have the traced sizes
 
 
@@ -425,7 +422,7 @@ def _embedding(b: Builder, op: FusedOp) -> None:
         weight = b.writer.constant(f"{call.out.name}_weight", np.asarray(table.numpy()))
     index = call.attrs["index"]
     out = b.result(call.out, natural(b.rank(call.out)))
-    b.writer.op("GATHER", [weight, b.ordered(index, natural(b.rank(index)))], [out], "GatherOptions", axis=0)
+    b.writer.op("GATHER", [weight, b.ordered(index, natural(b.rank(index)))], [out], axis=0)
     b.put(call.out, out, natural(b.rank(call.out)))
 
 

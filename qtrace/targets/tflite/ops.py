@@ -51,23 +51,22 @@ __all__ = [
 
 _CODES = {"add": "ADD", "sub": "SUB", "mul": "MUL", "div": "DIV", "maximum": "MAXIMUM", "minimum": "MINIMUM"}
 _ALONE = {"pow": "POW", "floor_div": "FLOOR_DIV"}
-_OPTIONS = {"ADD": "AddOptions", "SUB": "SubOptions", "MUL": "MulOptions", "DIV": "DivOptions"}
 
 
 def _binary(b: Builder, op: FusedOp) -> None:
     """Writes ADD, SUB or MUL on integers."""
     inputs, order = operands(b, op.call, op.call.attrs["operands"], None)
     code = _CODES[op.kind]
-    b.compute(op, order, code, inputs, _OPTIONS[code])
+    b.compute(op, order, code, inputs)
 
 
 def _float_binary(b: Builder, op: FusedOp) -> None:
     call, code = op.call, {**_CODES, **_ALONE}[op.kind]
     inputs, order = operands(b, call, call.attrs["operands"], np.dtype(call.out.dtype))
     if op.clamp is not None:
-        b.compute(op, order, code, inputs, _OPTIONS[code])
+        b.compute(op, order, code, inputs)
         return
-    b.emit(call.out, order, code, inputs, _OPTIONS.get(code, ""))
+    b.emit(call.out, order, code, inputs)
 
 
 def rescaled(b: Builder, op: FusedOp, grid: Grid) -> None:
@@ -76,7 +75,7 @@ def rescaled(b: Builder, op: FusedOp, grid: Grid) -> None:
     assert x.grid is not None
     factor = Grid((grid.scale[0] / x.grid.scale[0],), (0,))
     unit = b.writer.constant("one_int", np.array(1, x.dtype), factor)
-    result = b.writer.add("MUL", [x, unit], f"{op.out.name}_int", x.shape, x.dtype, grid, kind="MulOptions")
+    result = b.writer.add("MUL", [x, unit], f"{op.out.name}_int", x.shape, x.dtype, grid)
     b.put(op.out, result, order)
 
 
@@ -98,8 +97,8 @@ def _negated(b: Builder, op: FusedOp) -> None:
 def _times_number(b: Builder, op: FusedOp, factor: float) -> None:
     x, order = b.get(op.call.inputs[0]).parts
     target = b.target(op, order)
-    inputs, options = [x, number(b, op.call, factor, None)], {"fusedActivationFunction": target.activation}
-    b.writer.op("MUL", inputs, [target.tensor], "MulOptions", **options)
+    inputs = [x, number(b, op.call, factor, None)]
+    b.writer.op("MUL", inputs, [target.tensor], fusedActivationFunction=target.activation)
     b.finish(op, target)
 
 
@@ -123,7 +122,7 @@ def _float_clamp(b: Builder, op: FusedOp) -> None:
     (x, *ends), order = operands(b, call, [call.inputs[0], *limits.values()], np.dtype(np.float32))
     for code, end in zip(limits, ends, strict=True):
         result = b.result(call.out, order)
-        b.writer.op(code, [x, end], [result], "MaximumMinimumOptions")
+        b.writer.op(code, [x, end], [result], kind="MaximumMinimumOptions")
         x = result
     b.put(call.out, x, order)
 
@@ -196,19 +195,17 @@ class _Chain:
         self.b, self.call = b, op.call
         self.x, self.order = b.floats(b.get(op.call.inputs[0])).parts
 
-    def op(
-        self, code: str, *inputs: FileTensor, last: bool = False, kind: str = "", **options: Any
-    ) -> FileTensor:
+    def op(self, code: str, *inputs: FileTensor, last: bool = False, **options: Any) -> FileTensor:
         """Adds an operator."""
         name = self.call.out.name if last else f"{self.call.out.name}_{code.lower()}"
-        result = self.b.writer.add(code, inputs, name, self.x.shape, kind=kind, **options)
+        result = self.b.writer.add(code, inputs, name, self.x.shape, **options)
         if last:
             self.b.put(self.call.out, result, self.order)
         return result
 
     def plus(self, x: FileTensor, value: float) -> FileTensor:
         """Adds a number to a tensor."""
-        return self.op("ADD", x, self.number(value), kind="AddOptions")
+        return self.op("ADD", x, self.number(value))
 
     def number(self, value: float) -> FileTensor:
         """A constant."""
@@ -217,7 +214,7 @@ class _Chain:
     def softplus(self, x: FileTensor, last: bool = False) -> FileTensor:
         """log(1 + exp(-|x|)) + max(x, 0)."""
         tail = self.op("LOG", self.plus(self.op("EXP", self.op("NEG", self.op("ABS", x))), 1.0))
-        return self.op("ADD", tail, self.op("RELU", x), last=last, kind="AddOptions")
+        return self.op("ADD", tail, self.op("RELU", x), last=last)
 
 
 def _chained(write: Callable[[_Chain], object]) -> Emitter:
@@ -227,30 +224,30 @@ def _chained(write: Callable[[_Chain], object]) -> Emitter:
     return emit
 
 
-def _single_operator(code: str, kind: str = "") -> Emitter:
-    return _chained(lambda c: c.op(code, c.x, last=True, kind=kind))
+def _single_operator(code: str) -> Emitter:
+    return _chained(lambda c: c.op(code, c.x, last=True))
 
 
 def _hsigmoid(c: _Chain) -> None:
     gate = c.op("RELU6", c.plus(c.x, 3.0))
-    c.op("MUL", gate, c.number(1.0 / 6.0), last=True, kind="MulOptions")
+    c.op("MUL", gate, c.number(1.0 / 6.0), last=True)
 
 
 def _hard_sigmoid(c: _Chain) -> None:
-    line = c.op("MUL", c.x, c.number(c.call.attrs["slope"]), kind="MulOptions")
+    line = c.op("MUL", c.x, c.number(c.call.attrs["slope"]))
     rising = c.op("MAXIMUM", c.plus(line, c.call.attrs["offset"]), c.number(0.0))
     c.op("MINIMUM", rising, c.number(1.0), last=True)
 
 
 def _mish(c: _Chain) -> None:
-    c.op("MUL", c.x, c.op("TANH", c.softplus(c.x)), last=True, kind="MulOptions")
+    c.op("MUL", c.x, c.op("TANH", c.softplus(c.x)), last=True)
 
 
 def _prelu(b: Builder, op: FusedOp) -> None:
     """Writes a slope for the tensor or for each channel along axis 1."""
     c, slope = _Chain(b, op), _slope(b, op.call)
     if slope.size == 1:
-        c.op("LEAKY_RELU", c.x, last=True, kind="LeakyReluOptions", alpha=float(slope.reshape(-1)[0]))
+        c.op("LEAKY_RELU", c.x, last=True, alpha=float(slope.reshape(-1)[0]))
         return
     rank = b.rank(op.call.out)
     wide = slope.reshape(1, -1, *[1] * (rank - 2)) if slope.ndim == 1 else slope
@@ -269,17 +266,17 @@ FLOAT_FUNCTIONS: dict[str, Emitter] = {
     "sigmoid": _single_operator("LOGISTIC"),
     "tanh": _single_operator("TANH"),
     "hswish": _single_operator("HARD_SWISH"),
-    "gelu": _single_operator("GELU", "GeluOptions"),
-    "gelu_tanh": _chained(lambda c: c.op("GELU", c.x, last=True, kind="GeluOptions", approximate=True)),
+    "gelu": _single_operator("GELU"),
+    "gelu_tanh": _chained(lambda c: c.op("GELU", c.x, last=True, approximate=True)),
     "hard_sigmoid": _chained(_hard_sigmoid),
     "mish": _chained(_mish),
-    "silu": _chained(lambda c: c.op("MUL", c.x, c.op("LOGISTIC", c.x), last=True, kind="MulOptions")),
+    "silu": _chained(lambda c: c.op("MUL", c.x, c.op("LOGISTIC", c.x), last=True)),
     "hsigmoid": _chained(_hsigmoid),
     "leaky_relu": _prelu,
     "prelu": _prelu,
     "softplus": _chained(lambda c: c.softplus(c.x, last=True)),
     "logsigmoid": _chained(lambda c: c.op("NEG", c.softplus(c.op("NEG", c.x)), last=True)),
-    "expm1": _chained(lambda c: c.op("SUB", c.op("EXP", c.x), c.number(1.0), last=True, kind="SubOptions")),
+    "expm1": _chained(lambda c: c.op("SUB", c.op("EXP", c.x), c.number(1.0), last=True)),
     "log1p": _chained(lambda c: c.op("LOG", c.plus(c.x, 1.0), last=True)),
     "square": _single_operator("SQUARE"),
     **{
@@ -301,9 +298,9 @@ def table(b: Builder, op: FusedOp) -> None:
     content = b.writer.constant(f"{call.out.name}_table", values, grid)
     wide, index = (b.writer.tensor(f"{call.out.name}_{n}", x.shape, np.int32) for n in ("wide", "index"))
     start = b.writer.constant("table_start", np.array(-info.min, np.int32))
-    b.writer.op("CAST", [x], [wide], "CastOptions")
-    b.writer.op("ADD", [wide, start], [index], "AddOptions")
-    b.compute(op, order, "GATHER", [content, index], "GatherOptions", fuses=False, axis=0)
+    b.writer.op("CAST", [x], [wide])
+    b.writer.op("ADD", [wide, start], [index])
+    b.compute(op, order, "GATHER", [content, index], fuses=False, axis=0)
 
 
 def _computed(b: Builder, call: OpCall, values: np.ndarray) -> np.ndarray:
@@ -329,7 +326,7 @@ def _fixed_scale(code: str, narrow: Grid) -> Emitter:
     return emit
 
 
-def _native(code: str, kind: str = "", slope: bool = False) -> Emitter:
+def _native(code: str, slope: bool = False) -> Emitter:
     """Emits TFLite's integer kernel of a function."""
 
     def emit(b: Builder, op: FusedOp) -> None:
@@ -338,7 +335,7 @@ def _native(code: str, kind: str = "", slope: bool = False) -> Emitter:
             return
         x, order = b.get(op.call.inputs[0]).parts
         options = {"alpha": float(_slope(b, op.call).reshape(-1)[0])} if slope else {}
-        b.compute(op, order, code, [x], kind, fuses=False, **options)
+        b.compute(op, order, code, [x], fuses=False, **options)
 
     return emit
 
@@ -348,7 +345,7 @@ NATIVE: dict[str, Emitter] = {
     "tanh": _fixed_scale("TANH", _TANH),
     "hswish": _native("HARD_SWISH"),
     # A prelu with several slopes is not taken for a function of one value.
-    **dict.fromkeys(("leaky_relu", "prelu"), _native("LEAKY_RELU", "LeakyReluOptions", slope=True)),
+    **dict.fromkeys(("leaky_relu", "prelu"), _native("LEAKY_RELU", slope=True)),
 }
 
 

@@ -51,7 +51,7 @@ def _reduced(code: str) -> Emitter:
         source, axes, places, keeps = _axes(b, op.call)
         target = b.target(op, _left(source.order, axes, keeps), fuses=False)
         x = source.tensor if op.site is not None else b.as_floats(source.tensor)
-        b.writer.op(code, [x, places], [target.tensor], "ReducerOptions", keepDims=keeps)
+        b.writer.op(code, [x, places], [target.tensor], keepDims=keeps)
         b.finish(op, target)
 
     return emit
@@ -63,12 +63,12 @@ def _extreme(code: str) -> Emitter:
     def emit(b: Builder, op: FusedOp) -> None:
         source, axes, places, keeps = _axes(b, op.call)
         order, x = _left(source.order, axes, keeps), source.tensor
-        b.emit(op.call.out, order, code, [x, places], "ReducerOptions", x, keepDims=keeps)
+        b.emit(op.call.out, order, code, [x, places], x, keepDims=keeps)
 
     return emit
 
 
-def _argument(code: str, kind: str) -> Emitter:
+def _argument(code: str) -> Emitter:
     def emit(b: Builder, op: FusedOp) -> None:
         call = op.call
         source, axes, _, keeps = _axes(b, call)
@@ -83,7 +83,7 @@ def _argument(code: str, kind: str) -> Emitter:
         shape = [n for i, n in enumerate(source.tensor.shape) if source.order[i] != axes[0]]
         positions = b.writer.tensor(call.out.name, shape, np.int32)
         axis = b.writer.constant("axis", np.array(source.order.index(axes[0]), np.int32))
-        b.writer.op(code, [source.tensor, axis], [positions], kind, outputType=2)
+        b.writer.op(code, [source.tensor, axis], [positions], outputType=2)
         if keeps:
             order = source.order
             positions = b.reshaped(positions, file_shape(b.shape(call.out), order), order.index(0))
@@ -107,7 +107,7 @@ def _ranked(b: Builder, op: FusedOp) -> None:
     shape = (*x.shape[:-1], count)
     best, places = b.like(x, f"{base}_best", shape), b.writer.tensor(f"{base}_places", shape, np.int32)
     number = b.writer.constant("k", np.array([count], np.int32))
-    b.writer.op("TOPK_V2", [x, number], [best, places], "TopKV2Options")
+    b.writer.op("TOPK_V2", [x, number], [best, places])
     if not a["descending"]:
         best = b.add("NEG", [best], f"{base}_ranked", shape, kind="NegOptions")
     results = [places] if len(call.outputs) == 1 else [best, places]
@@ -119,7 +119,7 @@ def _ranked(b: Builder, op: FusedOp) -> None:
         b.put(node, result, natural(b.rank(node)))
 
 
-def _along_last_axis(code: str, kind: str = "", **options: Any) -> Emitter:
+def _along_last_axis(code: str, **options: Any) -> Emitter:
     """Emits an operator that works along the last axis of the file."""
 
     def emit(b: Builder, op: FusedOp) -> None:
@@ -130,7 +130,7 @@ def _along_last_axis(code: str, kind: str = "", **options: Any) -> Emitter:
         axis = int(axes[0]) % len(source.order)
         order = (*(a for a in source.order if a != axis), axis)
         out = b.result(call.out, order)
-        b.writer.op(code, [b.arrange(source, order)], [out], kind, **options)
+        b.writer.op(code, [b.arrange(source, order)], [out], **options)
         b.put(call.out, out, order)
 
     return emit
@@ -157,8 +157,8 @@ def _batch_norm(b: Builder, op: FusedOp) -> None:
         for n, v in zip(("factor", "summand"), wide, strict=True)
     ]
     x, order = source.parts
-    scaled = b.writer.add("MUL", [x, laid[0]], f"{call.out.name}_scaled", x.shape, kind="MulOptions")
-    b.emit(call.out, order, "ADD", [scaled, laid[1]], "AddOptions")
+    scaled = b.writer.add("MUL", [x, laid[0]], f"{call.out.name}_scaled", x.shape)
+    b.emit(call.out, order, "ADD", [scaled, laid[1]])
 
 
 def _parameter(b: Builder, value: Any) -> np.ndarray | None:
@@ -182,16 +182,16 @@ def _normalized(b: Builder, call: OpCall, x: FileTensor, places: list[int]) -> F
     """Normalizes to zero mean and unit variance over file axes ``places``."""
     axes, small = b.writer.ints(places), [1 if i in places else n for i, n in enumerate(x.shape)]
 
-    def add(code: str, inputs: list[FileTensor], shape: Any, kind: str = "", **options: Any) -> FileTensor:
-        return b.writer.add(code, inputs, f"{call.out.name}_{code.lower()}", shape, kind=kind, **options)
+    def add(code: str, inputs: list[FileTensor], shape: Any, **options: Any) -> FileTensor:
+        return b.writer.add(code, inputs, f"{call.out.name}_{code.lower()}", shape, **options)
 
-    mean = add("MEAN", [x, axes], small, "ReducerOptions", keepDims=True)
-    centered = add("SUB", [x, mean], x.shape, "SubOptions")
+    mean = add("MEAN", [x, axes], small, keepDims=True)
+    centered = add("SUB", [x, mean], x.shape)
     squares = add("SQUARED_DIFFERENCE", [x, mean], x.shape)
-    spread = add("MEAN", [squares, axes], small, "ReducerOptions", keepDims=True)
+    spread = add("MEAN", [squares, axes], small, keepDims=True)
     epsilon = b.writer.constant("epsilon", np.array(call.attrs["eps"], np.float32))
-    inverse = add("RSQRT", [add("ADD", [spread, epsilon], small, "AddOptions")], small)
-    return add("MUL", [centered, inverse], x.shape, "MulOptions")
+    inverse = add("RSQRT", [add("ADD", [spread, epsilon], small)], small)
+    return add("MUL", [centered, inverse], x.shape)
 
 
 def _put_affine(b: Builder, call: OpCall, x: FileTensor, order: Order, column: tuple[int, ...] = ()) -> None:
@@ -204,14 +204,14 @@ def _put_affine(b: Builder, call: OpCall, x: FileTensor, order: Order, column: t
         order: the order of the axes of ``x``.
         column: the shape in which weight and bias broadcast; () for the shape that they have.
     """
-    for code, name, kind in (("MUL", "weight", "MulOptions"), ("ADD", "bias", "AddOptions")):
+    for code, name in (("MUL", "weight"), ("ADD", "bias")):
         value = _parameter(b, call.attrs[name])
         if value is not None:
             value = value.reshape(column or value.shape)
             wide = value.reshape((1,) * (len(order) - value.ndim) + value.shape).transpose(order)
             result = b.writer.tensor(call.out.name, x.shape)
             factor = b.writer.constant(f"{call.out.name}_{code.lower()}_by", wide.astype(np.float32))
-            b.writer.op(code, [x, factor], [result], kind)
+            b.writer.op(code, [x, factor], [result])
             x = result
     b.put(call.out, x, order)
 
@@ -251,25 +251,25 @@ def _by_length(b: Builder, op: FusedOp) -> None:
     place = order.index(axis % len(order))
     small = [1 if i == place else n for i, n in enumerate(x.shape)]
 
-    def add(code: str, inputs: list[FileTensor], shape: Any, kind: str = "", **options: Any) -> FileTensor:
-        return b.writer.add(code, inputs, f"{call.out.name}_{code.lower()}", shape, kind=kind, **options)
+    def add(code: str, inputs: list[FileTensor], shape: Any, **options: Any) -> FileTensor:
+        return b.writer.add(code, inputs, f"{call.out.name}_{code.lower()}", shape, **options)
 
     eps = float(call.attrs["eps"])
     squares, axes = add("SQUARE", [x], x.shape), b.writer.ints([place])
     if call.kind == "rms_norm":
-        mean = add("MEAN", [squares, axes], small, "ReducerOptions", keepDims=True)
+        mean = add("MEAN", [squares, axes], small, keepDims=True)
         number = b.writer.constant("epsilon", np.array(eps, np.float32))
-        total = add("ADD", [mean, number], small, "AddOptions")
+        total = add("ADD", [mean, number], small)
     else:
-        length = add("SUM", [squares, axes], small, "ReducerOptions", keepDims=True)
+        length = add("SUM", [squares, axes], small, keepDims=True)
         number = b.writer.constant("epsilon", np.array(eps * eps, np.float32))
         total = add("MAXIMUM", [length, number], small)
-    result = add("MUL", [x, add("RSQRT", [total], small)], x.shape, "MulOptions")
+    result = add("MUL", [x, add("RSQRT", [total], small)], x.shape)
     weight = None if call.attrs.get("weight") is None else _parameter(b, call.attrs["weight"])
     if weight is not None:
         wide = weight.reshape((1,) * (len(order) - weight.ndim) + weight.shape).transpose(order)
         factor = b.writer.constant(f"{call.out.name}_weight", wide.astype(np.float32))
-        result = add("MUL", [result, factor], x.shape, "MulOptions")
+        result = add("MUL", [result, factor], x.shape)
     b.put(call.out, result, order)
 
 
@@ -288,14 +288,10 @@ def _norm(b: Builder, op: FusedOp) -> None:
     keeps = b.rank(call.out) == rank
     places = b.writer.ints(sorted(source.order.index(a) for a in axes))
     name = f"{call.out.name}_terms"
-    terms = (
-        b.add("ABS", [x], name, x.shape)
-        if power == 1
-        else b.add("MUL", [x, x], name, x.shape, kind="MulOptions")
-    )
+    terms = b.add("ABS", [x], name, x.shape) if power == 1 else b.add("MUL", [x, x], name, x.shape)
     out = b.result(call.out, order := _left(source.order, axes, keeps))
     total = out if power == 1 else b.like(out, f"{call.out.name}_sum", out.shape)
-    b.writer.op("SUM", [terms, places], [total], "ReducerOptions", keepDims=keeps)
+    b.writer.op("SUM", [terms, places], [total], keepDims=keeps)
     if power != 1:
         b.writer.op("SQRT", [total], [out])
     b.put(call.out, out, order)
@@ -306,10 +302,10 @@ MOVING_REDUCTIONS: dict[str, Emitter] = {"max": _extreme("REDUCE_MAX"), "min": _
 FLOAT_REDUCTIONS: dict[str, Emitter] = {
     **INTEGER_REDUCTIONS,
     "prod": _reduced("REDUCE_PROD"),
-    "argmax": _argument("ARG_MAX", "ArgMaxOptions"),
+    "argmax": _argument("ARG_MAX"),
     **dict.fromkeys(("topk", "sort", "argsort"), _ranked),
-    "argmin": _argument("ARG_MIN", "ArgMinOptions"),
-    "softmax": _along_last_axis("SOFTMAX", "SoftmaxOptions", beta=1.0),
+    "argmin": _argument("ARG_MIN"),
+    "softmax": _along_last_axis("SOFTMAX", beta=1.0),
     "logsoftmax": _along_last_axis("LOG_SOFTMAX"),
     "batch_norm": _batch_norm,
     "norm": _norm,
@@ -328,7 +324,7 @@ def _image(b: Builder, node: TensorNode, floats: bool = False) -> FileTensor:
 def _pool(b: Builder, code: str, x: FileTensor, out: FileTensor, padding: str, window: Any) -> None:
     (height, width), (rows, columns) = window["kernel"], window["stride"]
     options = {"filterHeight": height, "filterWidth": width, "strideH": rows, "strideW": columns}
-    b.writer.op(code, [x], [out], "Pool2DOptions", padding=getattr(Padding, padding), **options)
+    b.writer.op(code, [x], [out], padding=getattr(Padding, padding), **options)
 
 
 def _max_pool(b: Builder, op: FusedOp) -> None:
@@ -422,7 +418,7 @@ def _uncounted_mean(b: Builder, call: OpCall, x: FileTensor, out: FileTensor) ->
     mean = b.like(out, f"{out.name}_padded", out.shape)
     _pool(b, "AVERAGE_POOL_2D", x, mean, "VALID", a)
     factor = b.writer.constant(f"{out.name}_share", share.astype(np.float32)[None, :, :, None])
-    b.writer.op("MUL", [mean, factor], [out], "MulOptions")
+    b.writer.op("MUL", [mean, factor], [out])
 
 
 def _adaptive_window(b: Builder, call: OpCall) -> dict[str, tuple[int, ...]]:
@@ -446,7 +442,7 @@ def _adaptive_mean(b: Builder, op: FusedOp) -> None:
 def _mean(b: Builder, x: FileTensor, out: FileTensor, window: Any) -> None:
     """Writes the means of windows of ``x``, which need no padding, at the scale of ``out``."""
     if x.shape[1:3] == window["kernel"]:
-        b.writer.op("MEAN", [x, b.writer.ints([1, 2])], [out], "ReducerOptions", keepDims=True)
+        b.writer.op("MEAN", [x, b.writer.ints([1, 2])], [out], keepDims=True)
     else:
         _mean_by_ones(b, x, out, window)
 
@@ -460,7 +456,7 @@ def _mean_by_ones(b: Builder, x: FileTensor, out: FileTensor, window: Any) -> No
     bias = zero_bias(b, out.name, channels, x, scales)
     options = dict(zip(("strideH", "strideW"), window["stride"], strict=True))
     options.update(padding=Padding.VALID, depthMultiplier=1, dilationHFactor=1, dilationWFactor=1)
-    b.writer.op("DEPTHWISE_CONV_2D", [x, weight, bias], [out], "DepthwiseConv2DOptions", **options)
+    b.writer.op("DEPTHWISE_CONV_2D", [x, weight, bias], [out], **options)
 
 
 def _adaptive_float(b: Builder, op: FusedOp) -> None:
@@ -475,8 +471,7 @@ def _adaptive_max(b: Builder, op: FusedOp) -> None:
 
 def _nearest(b: Builder, op: FusedOp) -> None:
     call, x = op.call, _image(b, op.call.inputs[0])
-    kind, sizes = "ResizeNearestNeighborOptions", b.shape(call.out)[2:]
-    b.emit(call.out, CHANNELS_LAST, "RESIZE_NEAREST_NEIGHBOR", [x, sizes], kind, x)
+    b.emit(call.out, CHANNELS_LAST, "RESIZE_NEAREST_NEIGHBOR", [x, b.shape(call.out)[2:]], x)
 
 
 def _interpolate(b: Builder, op: FusedOp) -> None:
@@ -502,7 +497,7 @@ def _resize(b: Builder, call: OpCall, x: FileTensor, out: FileTensor) -> None:
         )
     inputs: Inputs = [x, b.shape(call.out)[2:]]
     corners = {"alignCorners": a["align_corners"], "halfPixelCenters": not a["align_corners"]}
-    b.writer.op("RESIZE_BILINEAR", inputs, [out], "ResizeBilinearOptions", **corners)
+    b.writer.op("RESIZE_BILINEAR", inputs, [out], **corners)
 
 
 def why_in_float(b: Builder, op: FusedOp) -> str:

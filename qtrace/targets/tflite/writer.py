@@ -27,6 +27,19 @@ TYPES = {
     for name in ("float32", "int8", "int16", "int32", "int64", "bool")
 }
 
+# Operator -> its options in the schema, which mostly have the operator's name.
+_WITH_OPTIONS = """
+    ADD SUB MUL DIV CAST QUANTIZE DEQUANTIZE RESHAPE TRANSPOSE TILE PACK CONCATENATION SPLIT SLICE GATHER
+    STRIDED_SLICE GATHER_ND PAD MIRROR_PAD CONV_2D CONV_3D DEPTHWISE_CONV_2D TRANSPOSE_CONV FULLY_CONNECTED
+    SOFTMAX ARG_MAX ARG_MIN RESIZE_BILINEAR RESIZE_NEAREST_NEIGHBOR NON_MAX_SUPPRESSION_V5 GELU LEAKY_RELU
+"""
+_OPTIONS = {
+    **{code: f"{code.title().replace('_', '')}Options" for code in _WITH_OPTIONS.split()},
+    **dict.fromkeys(("MEAN", "SUM", "REDUCE_PROD", "REDUCE_MAX", "REDUCE_MIN"), "ReducerOptions"),
+    **dict.fromkeys(("MAX_POOL_2D", "AVERAGE_POOL_2D"), "Pool2DOptions"),
+    **{"PADV2": "PadV2Options", "TOPK_V2": "TopKV2Options", "BATCH_MATMUL": "BatchMatMulOptions"},
+}
+
 # The first version of an operator that computes on float32, int8 and int16; 1 where it is not listed.
 _VERSIONS = {
     "CONV_2D": (1, 3, 4),
@@ -218,8 +231,8 @@ class TfliteWriter:
         code: str,
         inputs: Inputs,
         outputs: Sequence[FileTensor],
-        kind: str = "",
         version: int = 0,
+        kind: str = "",
         **options: Any,
     ) -> None:
         """Adds an operator.
@@ -228,8 +241,8 @@ class TfliteWriter:
             code: the operator's name in the schema, such as ``CONV_2D``.
             inputs: the tensors that it reads.
             outputs: the tensors that it fills.
-            kind: the name of its options in the schema, such as ``Conv2DOptions``; "" for none.
             version: the operator version that the options need; 0 for the version that the types need.
+            kind: the name of its options in the schema, such as ``Conv2DOptions``; "" for those of the code.
             **options: the fields of the options.
         """
         read = [t if isinstance(t, FileTensor) else self.ints(t) for t in inputs]
@@ -238,7 +251,7 @@ class TfliteWriter:
         operator.inputs, operator.outputs = (
             np.array([t.index for t in side], np.int32) for side in (read, outputs)
         )
-        if kind:
+        if kind := kind or _OPTIONS.get(code, ""):
             operator.builtinOptionsType = getattr(schema.BuiltinOptions, kind)
             operator.builtinOptions = _build(kind, **options)
         self.operators.append(operator)

@@ -112,12 +112,9 @@ def test_nodes_that_carry_integers_have_the_parameters_of_their_site(graph: Conv
     assert graph.nodes[pool.out.name] is pool.out
 
 
-def test_shapes_and_input_names_are_those_of_the_trace(graph: ConvertedGraph) -> None:
+def test_input_names_are_those_of_the_trace(graph: ConvertedGraph) -> None:
     assert list(graph.inputs.values()) == ["image"]
-    for op in graph.ops:
-        assert isinstance(op, ConvertedOp)
-        for node in op.expr.outputs:
-            assert graph.shapes[node] == tuple(node.shape)
+    assert all(isinstance(op, ConvertedOp) for op in graph.ops)
 
 
 def test_only_a_converted_module_is_read(prepared: TracedModule) -> None:

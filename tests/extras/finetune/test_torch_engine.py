@@ -22,9 +22,9 @@ from qtrace.extras.finetune.evaluation import choose_compared
 from qtrace.extras.finetune.training import Trainer
 from qtrace.extras.finetune.twins import MegEngineTwins
 from qtrace.graph import functions
+from qtrace.graph.kernels import synchronous
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import float_twin
-from qtrace.learning import queueless
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from tests.nets import net
@@ -80,7 +80,7 @@ def _step(prepared: TracedModule, engine: str, blocks: tuple[str, ...] = ()) -> 
     chosen: Any = MegEngineTwins(prepared, teacher, form, blocks, jit=False)
     if engine == "torch":
         chosen = TorchTwins(prepared, teacher, form, blocks)
-    with evaluating(prepared), in_phase(prepared, "train"), queueless():
+    with evaluating(prepared), in_phase(prepared, "train"), synchronous():
         compared = choose_compared(chosen, blocks, [batch])
         for module in prepared.modules():
             if isinstance(module, M.BatchNorm2d):

@@ -476,7 +476,7 @@ def test_what_has_no_source_is_refused(tmp_path: Path) -> None:
     traced = qtrace.trace(M.Conv2d(3, 2, 1), x, check=False)
     with pytest.raises(GraphError, match="'my net' is no name of a class"):
         g.to_source(traced, "my net")
-    with pytest.raises(GraphError, match="takes a TracedModule, not Conv2d"):
+    with pytest.raises(GraphError, match="takes a TracedModule, not a Conv2d"):
         g.to_source(M.Conv2d(3, 2, 1))  # type: ignore[arg-type]
     (tmp_path / "file").write_text("")
     with pytest.raises(GraphError, match="cannot be written"):

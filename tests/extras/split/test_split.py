@@ -184,7 +184,7 @@ def test_a_cut_that_is_none_is_refused(name: str) -> None:
 
 def test_only_float_graphs_are_split() -> None:
     module = net(lambda self, x: F.relu(self.conv(x)), conv=M.Conv2d(4, 4, 1))
-    with pytest.raises(GraphError, match="takes a TracedModule, not a Net: trace it first"):
+    with pytest.raises(GraphError, match="takes a TracedModule, not a Net: trace it by"):
         split(module, at=["conv_out"])
     with pytest.raises(GraphError, match="split the float module, and prepare each part"):
         split(qtrace.prepare(_trace(module, X)), at=["conv_out"])

@@ -13,8 +13,8 @@ import pytest
 import qtrace
 from qtrace import learning
 from qtrace.errors import CalibrationError, ConfigError
+from qtrace.graph.kernels import synchronous
 from qtrace.graph.types import TracedModule
-from qtrace.learning import queueless
 from qtrace.preparation.model import QuantizedModel
 from qtrace.ptq.rounding.block_run import MegEngineGradients
 from qtrace.ptq.rounding.blockwise import learn_block
@@ -77,7 +77,7 @@ class TestWithTorch:
         from qtrace.extras.torch.learning.engine import TorchEngine, TorchGraph
         from qtrace.extras.torch.rounding_block import TorchGradients
 
-        with queueless():
+        with synchronous():
             run, data = _run(activation_bits=12)
             settings = dataclasses.replace(SETTINGS, drop=drop, scale_lr=scale_lr)
             engine = TorchEngine(TorchGraph(run.twins.quantized.traced))
@@ -95,7 +95,7 @@ class TestWithTorch:
 
     def test_a_descent_ends_where_that_of_megengine_ends(self) -> None:
         results = []
-        with queueless():
+        with synchronous():
             for engine in ("megengine", "torch"):
                 run, data = _run()
                 chosen = learning.choose_learning(run.twins.quantized.traced, engine)

@@ -590,7 +590,9 @@ def test_constants_that_a_file_computes_share_one_limit(tmp_path, monkeypatch):
         if fits:
             check_equal(path, qtrace.from_onnx(path), {"x": np.ones((2, 4), np.float32)})
             continue
-        with pytest.raises(ImportingError, match=r"constant of the shape \[\d+\], more than qtrace stores\.$"):
+        with pytest.raises(
+            ImportingError, match=r"constant of the shape \[\d+\], more than qtrace stores\.$"
+        ):
             qtrace.from_onnx(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -280,6 +281,7 @@ def test_the_plot_has_the_sign_of_the_table(found: Comparison) -> None:
     from matplotlib.figure import Figure
 
     sites = [site for site in found.sites if site.sort == "activation"]
+    sites[-1] = dataclasses.replace(sites[-1], inherited_db=max(site.own_db for site in sites) + 10)
     axes = Figure().add_subplot()
     report._draw_sites(axes, sites)
     tops = [bar.get_y() + bar.get_height() for bar in axes.patches]
@@ -288,6 +290,8 @@ def test_the_plot_has_the_sign_of_the_table(found: Comparison) -> None:
     assert list(line.get_ydata()) == pytest.approx([site.sqnr_db for site in sites])
     assert "higher is better" in axes.get_ylabel()
     assert min(axes.get_ylim()) == 0
+    outside = [value for line in axes.lines for value in line.get_ydata() if value > max(axes.get_ylim())]
+    assert not outside, "no point is cut off"
     assert not axes.yaxis_inverted()
     assert "\N{MINUS SIGN}" not in report._plot_waterfall(sites)
 

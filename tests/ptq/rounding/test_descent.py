@@ -14,7 +14,7 @@ import pytest
 import qtrace
 from qtrace import QConfig
 from qtrace.graph.flatten import flatten
-from qtrace.learning import queueless
+from qtrace.graph.kernels import synchronous
 from qtrace.preparation.phases import set_phase
 from qtrace.ptq.base import Batches, CalibratedTask
 from qtrace.ptq.layers.quantized import LayerTwins, quantized_layers
@@ -59,7 +59,7 @@ def _run(activation_bits: int = 4) -> tuple[BlockRun, BlockData]:
 
 def test_compiled_steps_learn_what_eager_ones_learn(monkeypatch: Any) -> None:
     results = []
-    with queueless():
+    with synchronous():
         for first in (20, 100):
             monkeypatch.setattr(block_run, "MIN_TRACED_STEPS", first)
             run, data = _run()
@@ -74,7 +74,7 @@ def test_compiled_steps_learn_what_eager_ones_learn(monkeypatch: Any) -> None:
 
 def test_the_gradient_of_a_weight_is_that_of_finite_differences() -> None:
     """With everything dropped, for a rounding has no finite difference; compiled."""
-    with queueless():
+    with synchronous():
         run, data = _run()
         settings = dataclasses.replace(SETTINGS, drop=1 - 1e-12)
         step = block_run.MegEngineGradients(run, data, settings, 0.01)

@@ -78,7 +78,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_fail(fault: str, tmp_path: Path) -> None:
     batches = [images(4, 4, 8, 8, seed=s) for s in range(2)]
@@ -239,6 +238,7 @@ def test_a_fault_behind_the_last_integers_fails_beside_larger_outputs(
     assert json.loads(json.dumps(found.to_dict()))["histogram"] == {}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_an_output_that_is_not_finite_fails(
     value: float, heads: tuple[TracedModule, Path, list[np.ndarray]]

@@ -66,7 +66,7 @@ def _vgg() -> M.Module:
     return net(lambda self, x: self.b(F.relu(self.a(F.flatten(self.features(x), 1)))), **parts)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("config", [RECIPE, QConfig(backend="ncnn")], ids=["recipe", "results rounded"])
 @pytest.mark.parametrize(
     "model",

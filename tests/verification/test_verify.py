@@ -78,6 +78,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_fail(fault: str, tmp_path: Path) -> None:
     batches = [images(4, 4, 8, 8, seed=s) for s in range(2)]

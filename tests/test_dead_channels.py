@@ -221,6 +221,7 @@ def test_equalization_leaves_the_scale_of_a_dead_channel() -> None:
     assert np.abs(prepared.c.weight.numpy()[1]).max() < 1e-30
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["channel", "tensor"])
 def test_comparison_and_sensitivity_have_numbers_for_dead_parts(kind: str) -> None:
     prepared = _calibrated(NETS[kind]())

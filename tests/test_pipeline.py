@@ -79,6 +79,7 @@ def test_prepare_leaves_source_and_trace_alone_and_computes_the_same() -> None:
     assert lint(prepared) == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("model", [ResNet(4, (1, 1)), MobileNetV2(0.25, blocks=(1, 2, 1))])
 def test_original_state_dict_loads_for_all_shared_names(model: M.Module) -> None:
     randomize(model)
@@ -365,6 +366,7 @@ def test_convert_needs_calibration() -> None:
 # -- copies and files ----------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fakequant", ["fixed", "lsq"])
 def test_deepcopy_state_dict_and_files_keep_every_number(fakequant: str, tmp_path: Path) -> None:
     prepared = _prepared(fakequant=fakequant)
@@ -400,6 +402,7 @@ def test_a_model_saved_while_observing_goes_on_observing(tmp_path: Path) -> None
     assert [f.observer.qparams() for f in fake_quants(loaded)] == expected
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fold", [True, False])
 def test_names_that_are_numbers_or_builtins(fold: bool, tmp_path: Path) -> None:
     inner = net(lambda self, x: self.max(self.filter(x)), filter=M.Conv2d(4, 4, 1), max=M.ReLU())

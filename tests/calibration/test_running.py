@@ -82,6 +82,7 @@ def _shuffled(jobs: list[WorkerJob]) -> list[WorkerJob]:
     return random.Random(len(jobs)).sample(jobs, len(jobs))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("engine", ["megengine", "onnxruntime"])
 def test_any_number_of_shards_in_any_order_gives_the_same(
     prepared: TracedModule, data: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str

@@ -48,6 +48,7 @@ def test_verify(run, folder):
     assert last.endswith("the others: the runtime's outputs)")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("goal", [(), ("--at-least", 10)])
 def test_sensitivity(run, folder, goal):
     words = ("sensitivity", "conv.mge", "-d", "x.npy", "-r", "onnxruntime", *goal)

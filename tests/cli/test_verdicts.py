@@ -72,7 +72,7 @@ _QUANTIZE = ("quantize", "float.mge", "-d", "x.npy", "-o", "out.tflite", "--no-v
 _CLOSENESS = ("--metric", "metrics:closeness")
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("given", "code", "said"),
     [

@@ -418,6 +418,7 @@ def _counted(path: Path, picks: str) -> TracedModule:
     return qtrace.from_onnx(path)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("picks", ["NonZero", "If"])
 def test_rows_that_several_nodes_of_a_file_count_are_compared(picks: str, tmp_path: Path) -> None:
     traced = _counted(tmp_path / "float.onnx", picks)

@@ -130,7 +130,7 @@ def test_a_target_that_rounds_everything_says_so_in_a_line() -> None:
 _loaded = lru_cache(load_recipe)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("target", TARGETS)
 @each_of("family", FAMILIES)
 def test_family_recipe_joins_every_target(family: str, target: str, tmp_path: Path) -> None:

@@ -399,6 +399,7 @@ def test_a_network_runs_on_every_target(planned: Any, target: str, tmp_path: Pat
     assert 10 * np.log10(np.sum(want**2) / np.sum((got - want) ** 2)) > (20 if bits == 8 else 5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("model", [ResNet(4, (1, 1)), MobileNetV2(0.25, blocks=(1, 2, 1))])
 def test_w4a4_learns_scales_inside_and_keeps_those_at_both_ends(model: M.Module) -> None:
     traced = _trace(model, images(1, 3, 32, 32))

@@ -94,6 +94,7 @@ def test_wrong_names_of_ends_are_refused(options, message, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scale", [1.0, 1 / 255])
 def test_preprocessing_in_the_file(scale, tmp_path):
     model, x = _model(scale=scale)

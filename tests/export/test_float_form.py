@@ -40,6 +40,7 @@ def _difference(path: Path, module: M.Module) -> float:
     return float(np.abs(own - exact).max() / np.abs(exact).max())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("suffix", [".tflite", ".param"])
 def test_a_float_network_has_no_norm_of_its_own_and_verifies(tmp_path: Path, suffix: str) -> None:
     traced = qtrace.trace(randomize(ResNet(8, (1, 1))), X[:1], check=False)

@@ -54,6 +54,7 @@ def test_traced_sizes_give_what_was_recorded(model: type[M.Module], flat: bool) 
     assert recorded(traced) == before
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("flat", [True, False])
 @settings(max_examples=10, deadline=None)
 @given(batch=st.integers(1, 5), size=st.integers(4, 9))

@@ -87,6 +87,7 @@ def _planted(seed: int) -> np.ndarray:
     return x
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ptq", [GPTQ, BIAS])
 def test_an_overfit_to_a_few_images_is_refused(ptq: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [_planted(seed) for seed in range(4)]

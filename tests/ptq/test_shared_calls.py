@@ -188,6 +188,7 @@ def test_large_maps_count_by_their_size_though_few_places_are_read(monkeypatch: 
     assert np.abs(fitted(64) - by_256).max() > 1e-3
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ptq", [(REFIT,), ("bias_correction",)])
 def test_shared_calls_that_depend_on_each_other_are_left(ptq: tuple[Any, ...]) -> None:
     def forward(self: M.Module, x: Any) -> Any:

@@ -239,30 +239,30 @@ def test_oscillating_weights_are_counted_and_fixed() -> None:
     watch = Oscillations(prepared, threshold=0.5, momentum=0.3)
     start = watch.state_dict()["fc_weight/integers"]
     shape = start.shape
-    jump = np.zeros(shape, np.int32)
-    jump[0, 0] = 1 if start[0, 0] < 0 else -1
-    levels, frozen_at = [int(start[0, 0])], None
+    jump, place = np.zeros(shape, np.int32), np.unravel_index(np.argmax(start), shape)
+    jump[place] = -1
+    levels, frozen_at = [int(start[place])], None
     for turn in range(12):
-        levels.append(int(start[0, 0] + jump[0, 0] * (turn % 2 == 0)))
+        levels.append(int(start[place] + jump[place] * (turn % 2 == 0)))
         value = (start + jump * (turn % 2 == 0)) * fake.effective_scale().numpy()
         weight._reset(mge.Parameter(value.astype(np.float32)))
         watch.update()
         state = watch.state_dict()
         seen, level = _reference(levels, 0.5, 0.3)
-        assert state["fc_weight/frequency"][0, 0] == pytest.approx(seen[-1], rel=1e-5)
+        assert state["fc_weight/frequency"][place] == pytest.approx(seen[-1], rel=1e-5)
         if level is not None:
             frozen_at = level
             break
     assert frozen_at is not None
     mask = np.zeros(shape, bool)
-    mask[0, 0] = True
+    mask[place] = True
     np.testing.assert_array_equal(state["fc_weight/frozen"], mask)
     assert watch.share() == watch.frozen == 1 / sum(s.size for k, s in state.items() if k.endswith("frozen"))
     fake.scale._reset(mge.Parameter(fake.scale.numpy() * np.float32(1.1)))
     weight._reset(mge.Parameter(np.full(shape, 0.01, np.float32)))
     watch.update()
-    want = np.float32(frozen_at) * fake.effective_scale().numpy()[0, 0]
-    assert weight.numpy()[0, 0] == want
+    want = np.float32(frozen_at) * fake.effective_scale().numpy()[place[0], 0]
+    assert weight.numpy()[place] == want
     np.testing.assert_array_equal(weight.numpy()[~mask], np.float32(0.01))
 
 

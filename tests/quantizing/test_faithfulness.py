@@ -188,6 +188,7 @@ def test_a_network_of_random_numbers_is_not_compared(
     assert "draws random numbers" in caplog.text
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("source", ["file", "graph"])
 @pytest.mark.parametrize(
     ("size", "given", "option", "error", "cure"),

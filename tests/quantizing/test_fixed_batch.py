@@ -50,6 +50,7 @@ def _declared(path: Path) -> list[Any]:
     return [dim.dim_value or dim.dim_param for dim in dims]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("placement", ["everything", "balanced"])
 @pytest.mark.parametrize("reshape", [False, True])
 @pytest.mark.parametrize("batch", [1, 4])

@@ -55,7 +55,7 @@ def _quantize(tmp_path: Path, target: str = "onnxruntime", **options: Any) -> An
     return qtrace.quantize(_network(), _events(32), tmp_path / f"net{SUFFIXES[target]}", **options)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("target", SUFFIXES)
 def test_events_that_no_held_back_sample_has_are_judged(tmp_path: Path, target: str) -> None:
     result = _quantize(tmp_path, target)
@@ -147,7 +147,7 @@ def test_the_verdict_is_on_what_the_file_gives_for_what_was_held_back(
     assert "on 8 held-back samples" in result.verdict.line()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("target", "options"),
     [

@@ -122,6 +122,7 @@ def test_analyze_ranks_the_planted_layer_first(prepared: TracedModule) -> None:
     assert coarse.to_dict()["layers"][0]["layer"] == coarse.layers[0].layer.name
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("groups", [False, True])
 def test_the_progress_ends_at_its_total(
     prepared: TracedModule,
@@ -218,6 +219,7 @@ def test_bits_instead_of_float(traced: TracedModule) -> None:
         mixed_precision(traced, base, _data(0), goal=Goal(at_least=24.0), raise_to="w99")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("unit", ["bytes", "bops"])
 def test_a_budget_is_kept_and_used(traced: TracedModule, unit: str) -> None:
     base = qtrace.QConfig(**W4)

@@ -63,6 +63,7 @@ def _scale(path: Path, name: str) -> None:
 BROKEN = {"b_out": ("b_out_q", "F.conv2d"), "scores_out": ("scores_out", "F.conv2d")}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("node", BROKEN)
 def test_a_kernel_of_megengine_that_is_wrong_for_batches_is_named_and_the_file_is_not(
     node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

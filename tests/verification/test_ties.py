@@ -68,7 +68,7 @@ def _rank_backwards(path: str) -> str:
     return path.replace("m.onnx", "backwards.onnx")
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tail", _TAILS)
 def test_equal_scores_are_no_fault(tail: str, tmp_path: Path) -> None:
     converted, path = _exported(tail, tmp_path)
@@ -85,6 +85,7 @@ def test_equal_scores_are_no_fault(tail: str, tmp_path: Path) -> None:
     assert qtrace.bisect(other, converted, _BATCHES) is None
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tail", ["argmin", "topk"])
 def test_positions_of_other_scores_fail_beside_equal_ones(tail: str, tmp_path: Path) -> None:
     converted, path = _exported(tail, tmp_path)

@@ -239,6 +239,7 @@ def test_a_fault_behind_the_last_integers_fails_beside_larger_outputs(
     assert json.loads(json.dumps(found.to_dict()))["histogram"] == {}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_an_output_that_is_not_finite_fails(
     value: float, heads: tuple[TracedModule, Path, list[np.ndarray]]

@@ -38,6 +38,7 @@ def _converted(**config: Any) -> tuple[TracedModule, list[np.ndarray]]:
     return qtrace.convert(qtrace.calibrate(prepared, batches, progress=False)), batches
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", FORMATS)
 def test_layers_that_cannot_be_integers_are_refused_or_float(name: str, tmp_path: Path) -> None:
     file, config = FORMATS[name]

@@ -90,6 +90,7 @@ def test_four_bit_weights_are_written_as_int8(tmp_path: Path) -> None:
     assert qtrace.verify(path, converted, [x]).passed
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("bits", "opset", "kind"), [(4, 13, "UINT8"), (16, 21, "UINT16")])
 def test_activations_of_4_and_16_bits(bits: int, opset: int, kind: str, tmp_path: Path) -> None:
     x = images(2, 3, 32, 32)

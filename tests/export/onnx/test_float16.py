@@ -508,6 +508,7 @@ def test_kept_nodes_and_branches_read_float32(tmp_path: Path) -> None:
         assert report.passed, report.summary()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("factor", [1.0, 40.0])
 def test_a_batch_of_larger_values_has_a_tolerance_of_its_own(
     factor: float, convs: TracedModule, tmp_path: Path

@@ -38,7 +38,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("forward", "name"),
     [(_pooled, "convolution"), *((_read_twice, name) for name in LAYERS)],

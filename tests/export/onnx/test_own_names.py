@@ -256,6 +256,7 @@ def test_a_tensor_with_a_name_of_the_file_has_the_values_that_it_had_there(
         np.testing.assert_allclose(values[name], expected[name], atol=limit, err_msg=name)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
 def test_a_file_with_its_own_names_is_verified_and_imported_again(runtime: str, tmp_path: Path) -> None:
     converted, path = _exported("onnx", _model(), tmp_path)
@@ -312,6 +313,7 @@ def test_an_opset_that_the_user_asks_for_wins(tmp_path: Path) -> None:
     assert onnx.load(_exported("float", _model(17), tmp_path, opset=13)[1]).opset_import[0].version == 13
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "name"), [(TensorProto.FLOAT16, "float16"), (TensorProto.DOUBLE, "double")])
 @pytest.mark.parametrize("form", ["float", "onnx"])
 def test_ends_have_the_float_type_of_the_file(form: str, kind: int, name: str, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def _run(path: Path, arrays: list[np.ndarray]) -> list[np.ndarray]:
     return list(session.run(None, dict(zip(names, arrays, strict=True))))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stated", [False, True])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("kind", [M.LSTM, M.RNN])

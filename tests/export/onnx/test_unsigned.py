@@ -144,7 +144,7 @@ def test_the_probe_is_right_about_this_processor() -> None:
     assert bool((y != round(255 * 127 * 144 / 2**15)).any()) == products_saturate()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ["flattened", "bias", "from the end", "channels last", "stacked"])
 def test_openvino_takes_products_of_rows_that_a_concat_joins(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,6 +189,7 @@ def bright_layers() -> TracedModule:
     return qtrace.trace(model, BRIGHT, check=False)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("recipe", ["backend/openvino", "backend/openvino_avx2"])
 def test_openvino_computes_the_file_for_a_processor_that_saturates(
     recipe: str, bright_layers: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,6 +36,7 @@ def _converted(module: M.Module, recipe: str, shape: tuple[int, ...] = SHAPE) ->
     return qtrace.convert(qtrace.calibrate(prepared, batches, progress=False)), batches
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_video_network_runs_as_in_the_graph(runtime: str, tmp_path: Path) -> None:
     converted, batches = _converted(_video(), f"backend/{runtime}")

@@ -300,6 +300,7 @@ class _Reader(CalibrationDataReader):
         return None if sample is None else {"x": sample}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", [QuantType.QUInt8, QuantType.QInt8], ids=lambda kind: kind.name)
 def test_files_of_onnxruntimes_quantizer_are_checked_and_repaired(kind: QuantType, tmp_path: Path) -> None:
     """It leaves out each Relu whose result is rounded to integers that begin at 0; a repair writes it."""
@@ -370,7 +371,7 @@ def _damage(model: onnx.ModelProto, rng: random.Random) -> None:
         node.attribute.append(onnx.helper.make_attribute("axis", rng.choice([-9, -1, 0, 1, 77])))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_damaged_file_is_checked_or_refused(seed: int, tmp_path: Path) -> None:
     """No other error than ours; edits of a random file never end it."""

@@ -99,7 +99,7 @@ def _converted(module: M.Module, config: object) -> TracedModule:
     return qtrace.convert(qtrace.calibrate(qtrace.prepare(traced, config), [X], progress=False))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "target"), CASES)
 def test_an_export_keeps_the_contract_and_computes_what_the_graph_does(
     name: str, target: str, tmp_path: Path
@@ -244,6 +244,7 @@ def test_a_join_that_only_float_layers_read_is_not_rounded_on_tensorrt(
     assert (note.reason == "no op on integers reads the result") == (state == "float")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("target", ["qnn", "ryzenai"])
 def test_stored_numbers_are_integers_where_a_target_computes_on_them(target: str, tmp_path: Path) -> None:
     def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:

@@ -139,6 +139,7 @@ def test_what_has_no_quantization_step_moves_like_the_median_weight() -> None:
     np.testing.assert_allclose(units.of(bias), size_of(bias.numpy()) * np.median(shares), rtol=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("keep_bn", [False, True])
 def test_no_better_step_restores_the_start_bit_for_bit_and_says_so(
     keep_bn: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -164,6 +165,7 @@ def test_no_better_step_restores_the_start_bit_for_bit_and_says_so(
     assert not report.frozen
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("keep_bn", [False, True])
 def test_the_best_state_is_what_the_model_has_in_the_end(
     keep_bn: bool, monkeypatch: pytest.MonkeyPatch

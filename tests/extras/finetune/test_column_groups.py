@@ -56,6 +56,7 @@ def test_packed_columns_are_no_classes() -> None:
     assert choose_compared(_Arrays(rows[:, 4:], rows[:, 4:]), [], [None]).classes == (0,)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("jit", [False, True])
 def test_the_report_has_the_worst_columns(jit: bool) -> None:
     def forward(self: Any, x: Any) -> Any:

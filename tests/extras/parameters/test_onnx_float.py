@@ -122,7 +122,7 @@ def _by_range(entries: list[dict[str, Any]]) -> tuple[list[float], list[int]]:
     return scales, [round(-e["min"] / s) for e, s in zip(entries, scales, strict=True)]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("params", AIMET)
 def test_model_and_file_together_give_the_integers_of_the_graph(params: str, tmp_path: Path) -> None:
     """Fake quants put where the file says give what the file with QuantizeLinear nodes gives."""

@@ -442,7 +442,7 @@ def test_an_imported_file_with_odd_names(tmp_path: Path) -> None:
     check(qtrace.from_onnx(write_odd_names(tmp_path)), (images(1, 3, 6, 6),), tmp_path)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fakequant", ["fixed", "lsq", "lsq_plus", "pact", "dorefa", "learned_range"])
 def test_a_prepared_graph(tmp_path: Path, fakequant: str) -> None:
     net = randomize(M.Sequential(M.Conv2d(3, 4, 3), M.BatchNorm2d(4), M.ReLU(), M.Conv2d(4, 2, 1)))

@@ -47,6 +47,7 @@ def test_limits() -> None:
     assert CostLimits().exceeded_by(1e9, 10**9) == ""
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("noise", [True, False])
 def test_the_interval_is_that_of_a_plain_bootstrap(noise: bool) -> None:
     rng = np.random.default_rng(1)

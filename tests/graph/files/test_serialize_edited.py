@@ -366,6 +366,7 @@ def test_files_of_earlier_versions_load(tmp_path):
     np.testing.assert_array_equal(load(path)(x).numpy(), traced(x).numpy())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["node", "graph"])
 def test_a_name_that_stands_for_what_the_graph_does_not_have_is_forgotten(kind, tmp_path):
     """Such a part is not checked: lists within lists in it would keep `save` busy for years."""

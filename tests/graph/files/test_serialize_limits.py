@@ -65,7 +65,7 @@ def apply_file(path, op, **state):
     path.write_bytes(HEAD + build(new(name(EXPR, "Apply")), mapping(opdef_state=saved)) + STOP)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("op", "field", "value"),
     [

@@ -208,6 +208,7 @@ def _grid(*maps: mge.Tensor) -> mge.Tensor:
     return F.concat(grids, 1)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("level", [0, 2])
 def test_a_decode_in_place(level: int) -> None:
     """As YOLOX publishes it: ``F.arange`` in a queue gives wrong values now and then; the trace is right."""
@@ -232,6 +233,7 @@ def test_a_decode_in_place(level: int) -> None:
         np.testing.assert_allclose(traced(mge.Tensor(x)).numpy(), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ["m.onnx", "m.tflite"])
 def test_copies_are_free_in_files(form: str, tmp_path: Path) -> None:
     """They carry the parameters of what they copy; a file has no op for them."""

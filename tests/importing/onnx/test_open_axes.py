@@ -264,7 +264,7 @@ KEPT = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", KEPT)
 def test_an_image_is_resized_as_in_the_file_where_its_size_is_open(tmp_path: Path, form: str) -> None:
     """Sizes that are computed from open axes are known to what follows, also in a graph that was loaded."""

@@ -54,6 +54,7 @@ def _report(model: Any) -> dict[str, Any]:
     return read_record(model).ptq[-1]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["adaround", "reconstruct"])
 def test_the_error_falls_and_the_integers_are_those_that_convert_writes(name: str) -> None:
     plain, prepared = _calibrated(), _calibrated({name: QUICK})
@@ -88,6 +89,7 @@ def test_reconstruct_learns_scales_of_activations_unless_told_not_to() -> None:
     assert scales[1] == pytest.approx(scales[0], rel=0.3)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_block_starts_from_what_its_layers_learned_alone(warm: bool, monkeypatch: Any) -> None:
     module = net(

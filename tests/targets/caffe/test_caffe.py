@@ -32,6 +32,7 @@ def _run(path: Path, x: np.ndarray) -> np.ndarray:
     return loaded.forward()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "model", [ResNet(4, (1, 1)), MobileNetV2(0.25, blocks=(1, 2, 1))], ids=["resnet", "mobilenet"]
 )
@@ -124,7 +125,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("params", RECIPES)
 def test_names_of_parameter_files_are_blobs_and_layers(params: str, tmp_path: Path) -> None:
     x = images(2, 3, 32, 32)

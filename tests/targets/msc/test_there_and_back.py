@@ -71,6 +71,7 @@ NETWORKS = [e for e in (*CNN, *TRANSFORMERS, *USER_NETS, *DETECTORS) if e.name i
 QUICK = ("SharedNorm", "resmlp")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("entry", parameters(NETWORKS, QUICK))
 def test_networks_give_the_same_bits(entry: Any, tmp_path: Path) -> None:
     traced = qtrace.trace(entry.build(), *entry.example(), check=False)

@@ -66,7 +66,7 @@ def _vgg() -> M.Module:
     return net(lambda self, x: self.b(F.relu(self.a(F.flatten(self.features(x), 1)))), **parts)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("config", [RECIPE, QConfig(backend="ncnn")], ids=["recipe", "results rounded"])
 @pytest.mark.parametrize(
     "model",
@@ -193,7 +193,6 @@ def test_ops_run_in_ncnn_as_in_the_graph(names: list[str], tmp_path: Path) -> No
 _PAIRS = ("branches", "excitation", "gain", "max_pool", "avg_pool", "concat_split", "pixel_shuffle")
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", ["conv_grouped_wide", "halved", "relu6", "hswish", *_PAIRS])
 def test_op_between_roundings(name: str, tmp_path: Path) -> None:
     """Results are rounded, too: what an op gives is compared as integers."""

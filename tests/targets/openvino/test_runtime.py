@@ -50,7 +50,7 @@ def _pools_and_joins() -> M.Module:
     return net(forward, **layers)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("model", [_norm_between, _scaled_between, _pools_and_joins])
 @pytest.mark.parametrize("recipe", ["backend/openvino", "backend/onnxruntime"])
 def test_a_right_file_passes(model, recipe: str, tmp_path: Path) -> None:
@@ -84,6 +84,7 @@ def test_the_logarithm_of_a_sum_takes_infinities(tmp_path: Path) -> None:
     assert np.isfinite(y).sum() == y.size - 2
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("lowered", [True, False])
 def test_a_processor_with_bfloat16_needs_a_setting(monkeypatch: Any, tmp_path: Path, lowered: bool) -> None:
     compiled, opened = [], worker.Openvino.__init__

@@ -347,7 +347,6 @@ def test_ops_run_in_litert_as_in_the_graph(names: list[str], tmp_path: Path) -> 
 KINDS = ("sigmoid", "tanh", "hswish", "hsigmoid", "silu", "leaky_relu", "gelu")
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tables_hold_the_integers_of_the_graph(kind: str, tmp_path: Path) -> None:
     batches = [images(3, *IMAGE, seed=s) for s in range(2)]

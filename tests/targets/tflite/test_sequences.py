@@ -46,7 +46,6 @@ SEQUENCES: dict[str, tuple[M.Module, str]] = {
 }
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_conv1d_is_a_convolution_of_one_row_on_integers(name: str, tmp_path: Path) -> None:
     module, operators = SEQUENCES[name]
@@ -74,7 +73,6 @@ VOLUMES = {
 }
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", VOLUMES)
 def test_conv3d_is_in_float(name: str, tmp_path: Path) -> None:
     module = net(
@@ -119,7 +117,7 @@ RANKINGS = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", RANKINGS)
 def test_rankings(name: str, tmp_path: Path) -> None:
     module = net(RANKINGS[name], fc=M.Linear(30, 12), out=M.Linear(6, 2))

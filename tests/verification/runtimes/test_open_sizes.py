@@ -20,6 +20,7 @@ def quantized(graph: Any, backend: str) -> Any:
     return qtrace.convert(qtrace.calibrate(prepared, few_lines(), progress=False))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("backend", "name"), [("openvino", "net.onnx"), ("ncnn", "net.param")])
 def test_a_file_runs_at_every_size(
     backend: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -311,8 +311,8 @@ _COLUMNS = (
     _Column("group", _group, 12),
     _Column("fused with", _fused, 12),
     _Column("config rules", _rules, 12),
-    _Column("reason", lambda index, note: note.reason, 20),
     _Column("op rule", _op_rule, 14),
+    _Column("reason", lambda index, note: note.reason, 30),
 )
 # Which go first when not all fit.
 _SPARED = (
@@ -323,8 +323,8 @@ _SPARED = (
     "group",
     "fused with",
     "config rules",
-    "reason",
     "scheme",
+    "reason",
 )
 
 
@@ -344,8 +344,15 @@ def op_table(index: Index, width: int | None, every: bool, colour: bool) -> str:
     filled = {c: cells for c, cells in filled.items() if any(cells)}
     spared = _spared(filled, rest)
     shown = {c.header: cells for c, cells in filled.items() if c.header not in spared}
-    table = format_table(list(shown), zip(*shown.values(), strict=True), rest).split("\n")
-    lines = [f"{name}{GAP}{line}".rstrip() for name, line in zip(names, table, strict=True)]
+    reasons = shown.pop("reason", None)
+    needed = 0 if reasons is None else min(_COLUMNS[-1].min_width, max(map(len, reasons))) + len(GAP)
+    room = None if rest is None else rest - needed
+    lines = format_table(list(shown), zip(*shown.values(), strict=True), room).split("\n")
+    if reasons is not None:
+        room = None if rest is None else rest - len(lines[1]) - len(GAP)
+        texts = format_table(["reason"], [[reason] for reason in reasons], room).split("\n")
+        lines = [f"{line:{len(lines[1])}}{GAP}{text}" for line, text in zip(lines, texts, strict=True)]
+    lines = [f"{name}{GAP}{line}".rstrip() for name, line in zip(names, lines, strict=True)]
     if colour:
         lines[2:] = [_coloured(line, note.state) for line, note in zip(lines[2:], notes, strict=True)]
     return "\n".join([*lines, *_left_out(len(index.annotation.notes) - len(notes), spared)])

@@ -170,6 +170,9 @@ def test_the_table_fits_the_terminal(width: int) -> None:
         assert "state" in rows[0]
         if width <= 80:
             assert "(no room for: op rule, role" in text
+        else:  # a sentence tells more than other columns, which go first
+            reasons = [note.reason for note in explanation.annotation.notes if note.state != "shape"]
+            assert len(rows[1].split()[-1]) >= min(30, max(map(len, reasons)))
 
 
 def test_names_are_not_cut_where_there_is_room() -> None:

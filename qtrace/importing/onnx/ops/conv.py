@@ -44,7 +44,7 @@ class Window:
         return self.before == self.after
 
     def as_image(self) -> Window:
-        """Returns the window along one axis as that of an image of one column."""
+        """Returns the window along one axis as a window of an image with one column."""
         before, after = (*self.before, 0), (*self.after, 0)
         return Window((*self.kernel, 1), (*self.stride, 1), (*self.dilation, 1), before, after)
 

@@ -65,7 +65,7 @@ class LiteNet:
         **options: Any,
     ) -> FileTensor:
         """Adds an operator that fills ``output``, and returns that; see `TfliteWriter.op`."""
-        self._writer.op(code, inputs, [output], kind, **options)
+        self._writer.op(code, inputs, [output], kind=kind, **options)
         return output
 
     def serialize(self, outputs: Sequence[FileTensor]) -> bytes:

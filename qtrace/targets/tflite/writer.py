@@ -240,7 +240,7 @@ class TfliteWriter:
             inputs: the tensors that it reads.
             outputs: the tensors that it fills.
             version: the operator version that the options need; 0 for the version that the types need.
-            kind: the name of its options in the schema, such as ``Conv2DOptions``; "" for what its code implies.
+            kind: the name of its options in the schema, such as ``Conv2DOptions``; "" if its code says it.
             **options: the fields of the options.
         """
         read = [t if isinstance(t, FileTensor) else self.ints(t) for t in inputs]

@@ -197,7 +197,7 @@ def progress_bar(*args: Any, unit: str, disable: bool, **others: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TqdmWarning)  # at its import, in a notebook without ipywidgets
         from tqdm.auto import tqdm
-    others |= {"unit": unit, "disable": disable or not (sys.stderr.isatty() or _ipython())}
+    others |= {"unit": f" {unit}", "disable": disable or not (sys.stderr.isatty() or _ipython())}
     return tqdm(*args, **others)
 
 

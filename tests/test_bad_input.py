@@ -106,7 +106,7 @@ ARGUMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "no thread": ("threads", calibrate("--threads", "0")),
     "seconds that are no number": ("checkpoint-seconds", calibrate("--checkpoint-seconds", "nan")),
     "a cluster without Ray": ("package ray|does not answer", calibrate("--ray", "127.0.0.1:1")),
-    "rate that is no number": ("lr is nan: give a number above 0", finetune("--lr", "nan")),
+    "rate that is no number": ("NaN passes every bound: give a number", finetune("--lr", "nan")),
     "infinite rate": ("lr is inf", finetune("--lr", "inf")),
     "drift below zero": ("freeze_below is -1", finetune("--freeze-below", "-1")),
     "no step": ("steps", finetune("--steps", "0")),
@@ -119,11 +119,11 @@ ARGUMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("verify", "model.onnx", "-m", "quantized.mge", "-d", "x.npz", "--runtime", "torch"),
     ),
     "goal that is no number": (
-        "no set of layers reaches nan",
+        "NaN passes every bound: give a number",
         ("sensitivity", "float.mge", "-d", "x.npz", "-q", "--at-least", "nan"),
     ),
     "budget that is no number": (
-        "budget of nan bytes",
+        "NaN passes every bound: give a number",
         ("sensitivity", "float.mge", "-d", "x.npz", "-q", "--budget", "nan"),
     ),
     "metric that is nowhere": (

@@ -296,7 +296,7 @@ def test_bars_are_drawn_on_terminals_only(
     monkeypatch.setattr(sys, "stderr", _Stream(terminal))
     qtrace.calibrate(prepared, [X, X], **options)
     assert ("calibrate" in sys.stderr.getvalue()) == drawn
-    assert not drawn or re.search(r"2/2 \[.*\dbatch/s\]", sys.stderr.getvalue())
+    assert not drawn or re.search(r"2/2 \[.* batch/s\]", sys.stderr.getvalue())
 
 
 @pytest.mark.parametrize("forced", [False, True])

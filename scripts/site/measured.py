@@ -363,7 +363,6 @@ _FIGURES = {
     "ResNet-18 8x3x96x96: QAT step / step of MegEngine's quantize_qat, lsq": (
         "time of a training step, LSQ / MegEngine's `quantize_qat`"
     ),
-    "prepare, chain of 3200 layers": "time to prepare a graph of 3,200 layers",
 }
 _DEPLOYED = (
     ("recogniser", "PP-OCRv4 text recogniser, int8: speed against float, SQNR"),

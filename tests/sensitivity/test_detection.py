@@ -219,7 +219,7 @@ REFUSED = {
     "no such output": ((*DETECTION, "--level", "a,b"), "a level names output 'a', but the graph gives 6"),
     "a huge number": ((*DETECTION, "--level", f"{'9' * 5000},1"), "a level names output '9999"),
     "not on the last axis": ((*DETECTION, "--channels-last"), "values on axis -1, not"),
-    "no score": ((*DETECTION, "--threshold", "nan"), "the threshold of a detection loss is nan"),
+    "no score": ((*DETECTION, "--threshold", "1.5"), "the threshold of a detection loss is 1.5"),
     "level for another metric": (("--level", "0,1"), "--level is for --metric detection"),
     "threshold for another metric": (("--threshold", "0"), "--threshold is for --metric detection"),
     "axis for another metric": (("--channels-last",), "--channels-last is for --metric detection"),

@@ -26,7 +26,7 @@ from qtrace.onnxfile.model import RANDOM_OPS
 
 _MAX_TERM = 2**12  # of a fraction, so that its product with a size fits int32
 
-_MAX_STORED = 9 * 2**24  # elements that a file computes of fewer: VGG-19 with constant weights has 8.6 * 2**24
+_MAX_STORED = 9 * 2**24  # elements that a file computes of fewer; VGG-19 with constant weights: 8.6 * 2**24
 
 # Op -> the inputs whose numbers it moves; all others say where to.
 _MOVES: Mapping[str, tuple[int, ...] | None] = {

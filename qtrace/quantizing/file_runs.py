@@ -86,7 +86,7 @@ FileRuns = OrtSession | Session
 def open_runs(
     path: Path, converted: TracedModule | None, backend: str, host: RuntimeHost | None = None
 ) -> FileRuns:
-    """Opens a file on one thread: an ONNX file in the runtime of its backend, else in onnxruntime.
+    """Opens a file: an ONNX file in the runtime of its backend, else in onnxruntime, on one thread there.
 
     Files whose numbers onnxruntime's optimizations would change run without them.
 

@@ -140,6 +140,7 @@ def optimized_kernel_cause(runtime: str, kind: str, side: Mapping[str, Any] | No
     )
 
 
+# How a runtime may round instead of to the nearest integer, ties to even.
 _ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "ties go away from zero": lambda x: np.sign(x) * np.floor(np.abs(x) + 0.5),
     "ties go up": lambda x: np.floor(x + 0.5),

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.onnxfile.external_data import onnx
+from qtrace.onnxfile.model import OnnxModel
 from qtrace.onnxfile.sessions import OpenvinoFile
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.crosscheck import BFLOAT16
@@ -37,13 +39,19 @@ class OpenvinoSession(ExposedSession):
         super().__init__(model)
         if model.folder is not None:
             raise ExportError(f"{path} has more than 2 GB of tensors: verify it in onnxruntime.")
-        self.input_names = _declared_inputs(model.data)
+        self.input_names = [i.name for i in OnnxModel(onnx.load_from_string(model.data)).inputs]
         settings = {"INFERENCE_PRECISION_HINT": "f32"} if optimize else _PLAIN
         data = model.data if optimize else _spelled(model.data)
-        self.compiled = OpenvinoFile(data, settings, path, host)
+        self._open = functools.partial(OpenvinoFile, data, settings, path, host)
         self.deployed = OpenvinoFile(model.deployed or path, settings, path, host) if optimize else None
-        self.side = self.compiled.side
-        self.remark = BFLOAT16 if self.compiled.rounds_floats else ""
+        opened = self.deployed or self.compiled
+        self.side = opened.side
+        self.remark = BFLOAT16 if opened.rounds_floats else ""
+
+    @functools.cached_property
+    def compiled(self) -> OpenvinoFile:
+        """The file with its integers as outputs, opened for the first run that asks for them."""
+        return self._open()
 
     def infer(self, file: OpenvinoFile, inputs: list[np.ndarray]) -> list[np.ndarray]:
         """Returns all outputs of a compiled model, which lacks an input for a tensor that nothing reads."""
@@ -53,19 +61,8 @@ class OpenvinoSession(ExposedSession):
         return file.run(as_declared([feeds[name] for name in names], types))
 
 
-def _declared_inputs(data: bytes) -> list[str]:
-    """Returns the names of a model's inputs, in its order."""
-    import onnx
-
-    graph = onnx.load_from_string(data).graph
-    stored = {tensor.name for tensor in graph.initializer}
-    return [value.name for value in graph.input if value.name not in stored]
-
-
 def _spelled(data: bytes) -> bytes:
     """Returns a model with its roundings as float arithmetic."""
-    import onnx
-
     from qtrace.targets.openvino.spelled import spell_out_roundings
 
     model = onnx.load_from_string(data)

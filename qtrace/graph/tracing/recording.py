@@ -11,6 +11,8 @@ A branch or an index by a value of the data is wrong on other inputs, whether or
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,7 +81,7 @@ def recording(tracer: Tracer) -> Iterator[None]:
     Args:
         tracer: says what a call is recorded as.
     """
-    flatten, wrap = traced_module.tree_flatten, traced_module._wrapped_function
+    flatten, wrap = traced_module.tree_flatten, _wrapped
     replacements = find_replacements(tracer)
 
     def flatten_values(values: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,8 +106,13 @@ def recording(tracer: Tracer) -> Iterator[None]:
         return wrapped if other is None else recorded_as(other, wrapped, wrap)
 
     changes = {"tree_flatten": flatten_values, "_wrapped_function": wrap_function}
-    with patched(traced_module, **changes), recorded_lines():
+    with patched(traced_module, **changes), patched(inspect, getfullargspec=_argspec), recorded_lines():
         yield
+
+
+# Each trace wraps hundreds of functions, and copies each tensor by one whose signature is a text to be parsed.
+_wrapped = functools.cache(traced_module._wrapped_function)
+_argspec = functools.cache(inspect.getfullargspec)
 
 
 def _distinct(arguments: list[Any]) -> list[Any]:

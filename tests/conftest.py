@@ -22,6 +22,7 @@ from tests.each import quick_cases, seed
 
 # Before anything else loads MegEngine: a thread of it would take a quarter of a core from the tests.
 process.quiet()
+gc.disable()  # until `pytest_collection_finish`: of what a collection of tests makes, nearly all stays
 
 # No deadline: a loaded machine is not a bug. The same examples in every run, so that a change is judged by
 # what it changed; `make fuzz` draws others, and many.
@@ -62,8 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Spares the modules and tests from the garbage collector, which `quantize` would let see all of them."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import getfullargspec, isbuiltin
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,7 +40,7 @@ from qtrace.errors import TraceError, shorten_list
 from qtrace.graph.failures import LIBRARIES
 from qtrace.graph.notes import name_with_line, recorded_lines, shown_path
 from qtrace.graph.tracing.tracer import Tracer, attention_in_parts, find_replacements, recorded_as
-from qtrace.graph.walk import graphs_of, op_label, patched, reads_shape
+from qtrace.graph.walk import argument_spec, graphs_of, op_label, patched, reads_shape
 
 NONE_IS_DROPPED = "forward returns None among tensors: the trace returns only the tensors."
 VALUES_ARE_DROPPED = (
@@ -92,11 +93,8 @@ def recording(tracer: Tracer) -> Iterator[None]:
             leaves, tree = flatten(values, *args, **kwargs)
             return _distinct(leaves), tree
         if not (builder := caller.f_locals["self"])._is_builtin:
-            values = (
-                ()
-                if isinstance(values, PYTHON_VALUES) and not builder._is_top
-                else _without(values, PYTHON_VALUES)
-            )
+            inner = isinstance(values, PYTHON_VALUES) and not builder._is_top
+            values = () if inner else _without(values, PYTHON_VALUES)
         return flatten(values, *args, **kwargs)
 
     def wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,13 +104,13 @@ def recording(tracer: Tracer) -> Iterator[None]:
         return wrapped if other is None else recorded_as(other, wrapped, wrap)
 
     changes = {"tree_flatten": flatten_values, "_wrapped_function": wrap_function}
-    with patched(traced_module, **changes), patched(inspect, getfullargspec=_argspec), recorded_lines():
+    known = {"getfullargspec": lambda f: argument_spec(f) if isbuiltin(f) else getfullargspec(f)}
+    with patched(traced_module, **changes), patched(inspect, **known), recorded_lines():
         yield
 
 
-# Each trace wraps hundreds of functions, and copies each tensor by one whose signature is a text to be parsed.
-_wrapped = functools.cache(traced_module._wrapped_function)
-_argspec = functools.cache(inspect.getfullargspec)
+# Wrapped once, not in each trace: hundreds of MegEngine's functions.
+_wrapped = functools.lru_cache(maxsize=1024)(traced_module._wrapped_function)
 
 
 def _distinct(arguments: list[Any]) -> list[Any]:
@@ -175,9 +173,8 @@ def _is_compiled(expr: Any) -> bool:
 def key_order(result: Any) -> Any:
     """Returns the dicts, lists and tuples of ``result`` with None in the place of every tensor."""
     if isinstance(result, dict):
-        return {
-            key: key_order(value) for key, value in result.items() if not isinstance(value, PYTHON_VALUES)
-        }
+        kept = {key: value for key, value in result.items() if not isinstance(value, PYTHON_VALUES)}
+        return {key: key_order(value) for key, value in kept.items()}
     if isinstance(result, (list, tuple)):
         return [key_order(value) for value in result if not isinstance(value, PYTHON_VALUES)]
     return None
@@ -270,9 +267,7 @@ def watch_reads(kept: Collection[tuple[int, str]] = ()) -> Iterator[list[PythonR
     reads: dict[PythonRead, None] = {}
     collected: list[PythonRead] = []
     known: dict[Node, bool] = {}
-    passed: dict[
-        Node, Node
-    ] = {}  # the node that the caller of a submodule passed, by the input of the submodule
+    passed: dict[Node, Node] = {}  # input of a submodule -> the node that its caller passed
 
     def note(read: PythonRead) -> None:
         if read not in reads:

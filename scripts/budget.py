@@ -181,14 +181,18 @@ def measure(sources: Sequence[SourceFile], pages: Sequence[Path]) -> dict[str, d
     """
     rooms: dict[str, Counter[str]] = {}
     imports = {}
+    texts: dict[str, list[str]] = {"docstrings": [], "messages": []}
     for source in sources:
         figures = measure_file(source.text)
         imports[source.module] = imported_names(source.text)
+        texts["docstrings"] += style.docstrings(source.text)
+        texts["messages"] += style.messages(source.text)
         road = () if source.room.startswith(PLUG_INS) else ("road",)
         for room in (source.room, *road, "total"):
             rooms.setdefault(room, Counter(dict.fromkeys(COLUMNS, 0))).update(figures)
     reach = {call: len(reached_modules(module, imports)) for call, module in CALLS.items()}
-    words = style.measure_all([source.text for source in sources], pages)
+    texts["pages"] = [page.read_text(encoding="utf-8") for page in pages]
+    words = {kind: {k: round(n, 2) for k, n in style.measure(t).items()} for kind, t in texts.items()}
     return {"rooms": {room: dict(rooms[room]) for room in sorted(rooms)}, "reach": reach, "style": words}
 
 

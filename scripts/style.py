@@ -10,8 +10,7 @@ import ast
 import functools
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 TRIPPING = {
     "that of, those of": r"\b(?:that|those) of\b",
@@ -52,16 +51,21 @@ def statements(tree: ast.AST) -> Iterator[ast.AST]:
         waiting += inner_statements(node)
 
 
-def docstrings(text: str) -> Iterator[str]:
-    """Yields the docstrings of a file."""
-    for node in statements(parse(text)):
-        if isinstance(node, _DOCUMENTED) and (docstring := ast.get_docstring(node)) is not None:
-            yield docstring
+@functools.cache
+def docstrings(text: str) -> list[str]:
+    """Returns the docstrings of a file."""
+    nodes = (node for node in statements(parse(text)) if isinstance(node, _DOCUMENTED))
+    return [docstring for docstring in map(ast.get_docstring, nodes) if docstring is not None]
 
 
-def messages(text: str) -> Iterator[str]:
-    """Yields the messages of the errors that a file raises, with ``X`` for what a message fills in."""
-    for node in statements(parse(text)):
+@functools.cache
+def messages(text: str) -> list[str]:
+    """Returns the messages of the errors that a file raises, with ``X`` for what a message fills in."""
+    return list(_messages(parse(text)))
+
+
+def _messages(tree: ast.Module) -> Iterator[str]:
+    for node in statements(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             for argument in node.exc.args[:1]:
                 if isinstance(argument, ast.JoinedStr):
@@ -71,6 +75,7 @@ def messages(text: str) -> Iterator[str]:
                     yield argument.value
 
 
+@functools.cache
 def sentences(text: str) -> list[str]:
     """Splits prose into sentences, without code, tables and headings; an entry of a list begins a new one."""
     prose: list[str] = []
@@ -94,18 +99,3 @@ def measure(texts: Iterable[str]) -> dict[str, float]:
     }
     long = sum(len(sentence.split()) > _MOST_WORDS for sentence in prose)
     return {**counts, LONG: 100 * long / max(len(prose), 1)}
-
-
-def measure_all(code: Sequence[str], pages: Sequence[Path]) -> dict[str, dict[str, float]]:
-    """Measures the docstrings and messages of source texts, and pages.
-
-    Args:
-        code: the texts of source files.
-        pages: Markdown files.
-    """
-    texts: dict[str, list[str]] = {"docstrings": [], "messages": []}
-    for text in code:
-        texts["docstrings"] += docstrings(text)
-        texts["messages"] += messages(text)
-    texts["pages"] = [page.read_text(encoding="utf-8") for page in pages]
-    return {kind: {name: round(count, 2) for name, count in measure(t).items()} for kind, t in texts.items()}

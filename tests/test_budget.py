@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 
-from scripts import budget
+from scripts import budget, style
 from tests.each import each_of
 
 
@@ -18,6 +18,13 @@ def _figures(lines: int, **reach: int) -> dict[str, dict]:
 def test_sizes_of_rooms_stay_within_the_budget():
     measured = budget.measure(budget.read_sources(), budget.read_pages())
     assert budget.exceeded(measured, budget.read_budget()) == []
+
+
+def test_no_sentence_has_more_than_35_words():
+    texts = [source.text for source in budget.read_sources()]
+    prose = [text for code in texts for text in (*style.docstrings(code), *style.messages(code))]
+    prose += [page.read_text(encoding="utf-8") for page in budget.read_pages()]
+    assert [s for text in prose for s in style.sentences(text) if len(s.split()) > 35] == []
 
 
 def test_raises_of_the_budget_are_explained():

@@ -15,7 +15,7 @@ from typing import Any
 
 _DEFINITION = re.compile(r"^(?:(?:def|class) |(?=\w+(?:: .*)? = ))(\w+)", re.MULTILINE)
 
-__all__ = ["find", "modules", "room", "tree"]
+__all__ = ["find", "modules", "room", "text", "tree"]
 
 
 def modules(package: str = "qtrace") -> Iterator[str]:
@@ -37,10 +37,11 @@ def _search_path(package: str) -> list[str]:
 
 def tree(module: str) -> ast.Module:
     """The syntax tree of a module; all of them would take hundreds of megabytes, so none is kept."""
-    return ast.parse(_text(module))
+    return ast.parse(text(module))
 
 
-def _text(module: str) -> str:
+def text(module: str) -> str:
+    """The text of a module."""
     path = Path(_search_path(module)[0])
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return file.read_text(encoding="utf-8")
@@ -74,4 +75,4 @@ def room(name: str) -> ModuleType:
 @functools.cache
 def _defined(module: str) -> frozenset[str]:
     """The names that a module defines at its top."""
-    return frozenset(_DEFINITION.findall(_text(module)))
+    return frozenset(_DEFINITION.findall(text(module)))

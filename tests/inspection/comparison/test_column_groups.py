@@ -1,6 +1,7 @@
 """The worst columns of an output decide its figure, in report, table and page."""
 
 import json
+from dataclasses import replace
 
 import megengine.functional as F
 import megengine.module as M
@@ -49,6 +50,6 @@ def test_the_table_names_the_columns(comparison):
 
 
 def test_the_page_names_the_columns(comparison):
-    page = comparison.html()
+    page = replace(comparison, histograms={}).html()
     assert page.count("<td>columns 4..9</td>") == 2
     assert page.count("no information is left") == 2

@@ -15,7 +15,6 @@ import megengine.module as M
 import megengine.optimizer as optim
 import numpy as np
 from megengine.autodiff import GradManager
-from sklearn.datasets import load_digits
 from tqdm import tqdm
 
 # On CPU, MegEngine 1.13 computes some gradients wrong when several ops are queued (about one backward pass in
@@ -45,6 +44,8 @@ class Digits:
 
 def load(split_seed: int = _SPLIT_SEED) -> Digits:
     """The handwritten digits bundled with scikit-learn, split the same way on every machine."""
+    from sklearn.datasets import load_digits  # takes a second, and who loads the network needs no data
+
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)
     # RandomState, not default_rng: its streams are frozen for good.

@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from qtrace import costs, process
-from qtrace.config import recipe
-from qtrace.config.tree import Tree, read
-from qtrace.runtimes import child
-from tests import warm
+from qtrace import process
 from tests.each import quick_cases, seed
 
 # Before anything else loads MegEngine: a thread of it would take a quarter of a core from the tests.
 process.quiet()
 gc.disable()  # until `pytest_collection_finish`: of what a collection of tests makes, nearly all stays
+
+from qtrace import costs  # noqa: E402
+from qtrace.config import recipe  # noqa: E402
+from qtrace.config.tree import Tree, read  # noqa: E402
+from qtrace.runtimes import child  # noqa: E402
+from tests import warm  # noqa: E402
 
 # No deadline: a loaded machine is not a bug. The same examples in every run, so that a change is judged by
 # what it changed; `make fuzz` draws others, and many.

@@ -194,10 +194,10 @@ def conclude(
 
 # The verdict once more, on the finished file compared with the float file, and on more samples.
 
-# How much data a file is verified on: two batches at least, all that the verdict has, and one batch for four
-# of the calibration, up to a number of values of the inputs (two images of a usual classifier). Batches of
-# larger images are cut, to two samples at least: the second one shows what the file does with several. Counts
-# of batches and samples, not a time: the verdict is the same on a busy machine.
+# How much data a file is verified on: two batches, all that the verdict has, and one batch for four of the
+# calibration, up to a number of values of the inputs (two images of a usual classifier). Batches of larger
+# images are cut, to two samples at least: the second one shows what the file does with several. Counts of
+# batches and samples, not a time: the verdict is the same on a busy machine.
 _VERIFIED_VALUES, _LEAST_VERIFIED, _CALIBRATED_PER_VERIFIED = 2 * 3 * 224 * 224, 2, 4
 
 
@@ -259,12 +259,12 @@ def _verified_batches(data: CallData, prepared: TracedModule) -> list[Batch]:
     judged, calibrated = data.evaluation.read(prepared), data.calibration
     share = len(calibrated) // _CALIBRATED_PER_VERIFIED if hasattr(calibrated, "__len__") else 0
     count = max(_LEAST_VERIFIED, len(judged), share)
-    chosen, values = list[Batch](), 0
+    chosen, samples, values = list[Batch](), 0, 0
     for index, batch in enumerate(itertools.chain(judged, data.evaluation.unread(calibrated, judged))):
         most = _VERIFIED_VALUES // _LEAST_VERIFIED * batch_length(batch) // max(count_values(batch), 1)
         chosen.append(shorten(batch, prepared, index, max(most, _LEAST_VERIFIED)))
-        values += count_values(chosen[-1])
-        if len(chosen) >= _LEAST_VERIFIED and (values >= _VERIFIED_VALUES or len(chosen) >= count):
+        samples, values = samples + batch_length(chosen[-1]), values + count_values(chosen[-1])
+        if samples >= _LEAST_VERIFIED and (values >= _VERIFIED_VALUES or len(chosen) >= count):
             break
     return chosen
 

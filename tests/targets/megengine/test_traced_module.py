@@ -102,11 +102,20 @@ def test_megengine_reads_outputs_and_grids_without_qtrace(tmp_path: Path) -> Non
     assert not [line for line in facts["exprs"] if "qsites" in line or "functions." in line]
 
 
-def test_megengines_own_fake_quant_rounds_as_the_site_does(tmp_path: Path) -> None:
-    x = images(2, 4, 6, 6)
-    converted = _converted(net(lambda self, x: F.relu(self.c(x)), c=M.Conv2d(4, 6, 3)), x)
-    arrays, _ = _read(qtrace.export(converted, tmp_path / "model.mge", format="traced"), x)
-    site = next(s for s in QuantizedModel(converted).sites if s.node.name == "x")
+@pytest.fixture(scope="module")
+def pooled(tmp_path_factory: pytest.TempPathFactory) -> tuple[QuantizedModel, dict[str, np.ndarray]]:
+    """A network whose pooling carries integers on, and what MegEngine reads of its file."""
+    x, path = images(2, 4, 6, 6), tmp_path_factory.mktemp("pooled") / "model.mge"
+    module = net(lambda self, x: F.flatten(F.max_pool2d(self.c(x), 2), 1), c=M.Conv2d(4, 6, 3))
+    converted = _converted(module, x)
+    return QuantizedModel(converted), _read(qtrace.export(converted, path, format="traced"), x)[0]
+
+
+def test_megengines_own_fake_quant_rounds_as_the_site_does(
+    pooled: tuple[QuantizedModel, dict[str, np.ndarray]],
+) -> None:
+    (model, arrays), x = pooled, images(2, 4, 6, 6)
+    site = next(s for s in model.sites if s.node.name == "x")
     scale, zero = site.qparams.scale, site.qparams.zero_point
     ours = (site.integers(x) - zero) * scale
     # MegEngine rounds halves away from zero, the site to even: only a tie may differ.
@@ -114,14 +123,12 @@ def test_megengines_own_fake_quant_rounds_as_the_site_does(tmp_path: Path) -> No
     np.testing.assert_allclose(arrays["rounded"][~ties], ours[~ties], rtol=0, atol=1e-5)
 
 
-def test_nodes_that_carry_integers_have_their_grid(tmp_path: Path) -> None:
-    x = images(2, 4, 6, 6)
-    converted = _converted(
-        net(lambda self, x: F.flatten(F.max_pool2d(self.c(x), 2), 1), c=M.Conv2d(4, 6, 3)), x
-    )
-    carried = QuantizedModel(converted).carried_qparams()
+def test_nodes_that_carry_integers_have_their_grid(
+    pooled: tuple[QuantizedModel, dict[str, np.ndarray]],
+) -> None:
+    model, arrays = pooled
+    carried = model.carried_qparams()
     assert carried
-    arrays, _ = _read(qtrace.export(converted, tmp_path / "model.mge", format="traced"), x)
     for name, qparams in carried.items():
         np.testing.assert_array_equal(arrays[f"scale/{name}"], qparams.scale)
 

@@ -234,6 +234,15 @@ def test_powers_of_numbers_of_either_sign_and_of_0(exponent: float, tmp_path: Pa
     np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-30)
 
 
+@each_of(
+    "part, kinds", [(slice(0, None, 2), ["Crop"]), (slice(1, None, 2), ["Crop", "Crop", "Crop", "Concat"])]
+)
+def test_groups_that_fit_into_the_axis_are_not_split(part: slice, kinds: list[str], tmp_path: Path) -> None:
+    traced = qtrace.trace(net(lambda self, x: x[:, part]), _input((1, 6, 8), 0), check=False)
+    lines = qtrace.export(traced, tmp_path / "m.param").read_text().splitlines()
+    assert [kind for line in lines if (kind := line.split()[0]) in ("Crop", "Concat")] == kinds
+
+
 NO_LOOK_UPS: dict[str, tuple[Callable[..., Any], tuple[int, ...], str]] = {
     "ids that others read": (
         lambda self, t: self.table(t) * F.expand_dims(t, 2),

@@ -231,7 +231,7 @@ class Suite:
         command = ["timeout", "-s", "KILL", str(self._seconds), self._python, "-m", "pytest", "-x", "-q"]
         command += ["-p", "no:cacheprovider", *tests, *(f"--deselect={test}" for test in without)]
         environment = {**os.environ, "PYTHONPATH": str(self._root)}
-        process = subprocess.run(command, cwd=self._root, env=environment, stdout=subprocess.PIPE, text=True)
+        process = subprocess.run(command, cwd=self._root, env=environment, capture_output=True, text=True)
         if process.returncode == -signal.SIGKILL:
             return "out of time"
         failed = _FAILED.search(process.stdout)

@@ -120,7 +120,9 @@ def test_ranges_freeze_when_they_hardly_move(done: Any) -> None:
 
 def test_report_is_data_and_text(done: Any) -> None:
     _, report = done
-    assert json.loads(json.dumps(report.to_dict()))["samples"] == 64
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["samples"] == 64
+    assert data["outputs"][0]["before"] == report.outputs[0].before
     text = report.table()
     assert "SQNR before" in text
     assert "frozen after step" in text

@@ -370,6 +370,7 @@ def test_rates_warm_up_and_fall_to_zero() -> None:
     assert np.all(np.diff(factors[:11]) > 0)
     assert np.all(np.diff(factors[10:]) < 0)
     assert factors[-1] < 1e-3
+    assert [FinetuneSettings(steps=30, warmup=0.05).factor(step) for step in range(3)] == [1 / 3, 2 / 3, 1.0]
 
 
 def test_each_epoch_shows_every_sample_once(traced: TracedModule) -> None:

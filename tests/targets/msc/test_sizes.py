@@ -26,7 +26,7 @@ OPEN = {"x": {0: "N", 2: "H", 3: "W"}}
 
 def _forward(self: Any, x: Any) -> Any:
     y = F.relu(self.conv(x))
-    n, h, w = y.shape[0], y.shape[2], y.shape[3]
+    n, h, w = y.shape[-4], y.shape[2], y.shape[3]
     z = F.mean(y.reshape(n, 2, 2, h * w), axis=2)
     u = F.nn.interpolate(y, size=(h * 2, 3 + w), mode="nearest")
     return z, u[:, :, : h // 2], x * 2

@@ -248,6 +248,14 @@ def test_groups_that_fit_into_the_axis_are_not_split(part: slice, kinds: str, tm
     np.testing.assert_array_equal(_run(traced, path, x), x[:, part])
 
 
+def test_inputs_of_unlike_batches_are_refused(tmp_path: Path) -> None:
+    traced = qtrace.trace(
+        net(lambda self, x, y: x + y), _input((2, 3, 4), 0), _input((1, 3, 4), 1), check=False
+    )
+    with pytest.raises(ExportError, match=r"y has shape \(1, 3, 4\).*leave axis 0 to the batch of 2"):
+        qtrace.export(traced, tmp_path / "m.param")
+
+
 NO_LOOK_UPS: dict[str, tuple[Callable[..., Any], tuple[int, ...], str]] = {
     "ids that others read": (
         lambda self, t: self.table(t) * F.expand_dims(t, 2),

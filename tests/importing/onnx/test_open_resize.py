@@ -21,7 +21,6 @@ from qtrace.importing.onnx.ops.resize import nearest_places
 from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.sessions import open_session
 from tests.each import each_of
-from tests.zoo.checks import run
 
 
 def _resized_file(path: Path, form: str, **attributes: Any) -> Path:
@@ -201,16 +200,3 @@ def _old_resize(folder: Path, op: str, mode: str, scales: tuple[float, ...]) -> 
 def test_places_are_rounded_as_the_mode_says(nearest: str, places: list[int] | None) -> None:
     found = nearest_places(2, 8, 4.0, "asymmetric", nearest)
     assert (found if found is None else found.tolist()) == places
-
-
-def test_a_scaled_size_is_rounded_down(tmp_path: Path) -> None:
-    attributes = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
-    nodes = [helper.make_node("Resize", ["x", "", "s"], ["y"], **attributes)]
-    ends = [helper.make_tensor_value_info(name, 1, None if name == "y" else [1, 2, 5, 5]) for name in "xy"]
-    stored = [numpy_helper.from_array(np.array([1, 1, 1.5, 1.5], np.float32), "s")]
-    graph = helper.make_graph(nodes, "net", ends[:1], ends[1:], stored)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "m.onnx")
-    x = np.arange(50, dtype=np.float32).reshape(1, 2, 5, 5)
-    places = [0, 0, 1, 2, 2, 3, 4]
-    (y,) = run(qtrace.from_onnx(tmp_path / "m.onnx"), (x,))
-    np.testing.assert_array_equal(y, x[:, :, places][..., places])

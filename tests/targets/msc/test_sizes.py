@@ -68,6 +68,8 @@ def test_prims_are_sizes_and_what_is_computed_from_them(traced: TracedModule, tm
     (h, w) = (
         p.name for p in graph.get_prims() if p.attrs.get("producer") == "relu_out" and p.attrs["dim"] != "0"
     )
+    dims = {p.attrs["dim"] for p in graph.get_prims() if p.attrs.get("producer") == "relu_out"}
+    assert dims == {"0", "2", "3"}
     two, three = (p.name for p in graph.get_prims() if p.optype == "Int")
     arithmetic = {name: prim for name, prim in prims.items() if prim[0] not in ("shape", "Int")}
     assert arithmetic == {

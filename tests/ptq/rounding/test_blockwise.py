@@ -115,19 +115,6 @@ def test_a_block_starts_from_what_its_layers_learned_alone(warm: bool, monkeypat
     assert len([line for line in report["changed"] if "rounded the other way" in line]) == 2
 
 
-def test_a_block_of_one_layer_is_learned_once(monkeypatch: Any) -> None:
-    learn, begun = blockwise.learn_block, list[str]()
-
-    def record(run: Any, *args: Any) -> None:
-        begun.append(run.block.name)
-        learn(run, *args)
-
-    monkeypatch.setattr(blockwise, "learn_block", record)
-    module = randomize(net(lambda self, x: F.relu(self.a(x)), a=M.Conv2d(3, 6, 3)), seed=5)
-    _calibrated({"reconstruct": FEW}, module=module)
-    assert len(begun) == 1
-
-
 def test_a_run_can_be_repeated() -> None:
     one, two = (_calibrated({"reconstruct": FEW}) for _ in range(2))
     for (name, a), (_, b) in zip(one.named_tensors(), two.named_tensors(), strict=True):

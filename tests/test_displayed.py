@@ -91,6 +91,9 @@ def test_a_long_table_is_cut_in_the_middle() -> None:
     assert shown[-1].startswith("line 299 ")
     assert "265 more lines" in "\n".join(shown)
     assert max(map(len, shown)) < 500
+    whole = "\n".join(lines[: len(shown)])
+    assert len(repr(_Shown(whole)).splitlines()) == 36
+    assert "more lines" not in repr(_Shown(whole))
 
 
 class _Net(M.Module):

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from coverage import CoverageData
 
 from scripts import planted_faults
 from scripts.budget import SourceFile
@@ -36,9 +37,9 @@ def test_each_kind_changes_one_expression_outside_messages():
     assert {fault.kind for fault in faults} == {*planted_faults.KINDS}
     assert len(faults) == 6
     for fault in faults:
-        planted = planted_faults.plant(fault, TEXT)
+        planted, lines = planted_faults.plant(fault, TEXT)
+        assert fault.after in "\n".join(planted.splitlines()[line - 1] for line in lines)
         assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(TEXT))
-        assert fault.after in planted
 
 
 @pytest.fixture
@@ -52,11 +53,36 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_seed_chooses_the_same_faults_and_each_once(root: Path):
-    chosen = planted_faults.choose(root, 5, 1, set(), None)
-    assert chosen == planted_faults.choose(root, 5, 1, {"room"}, root)
+    faults = planted_faults.read_faults(root)
+    chosen = planted_faults.choose(faults, 5, 1)
+    assert chosen == planted_faults.choose(faults, 5, 1)
     assert {fault.kind for fault in chosen} == {*planted_faults.KINDS}
-    assert len({*planted_faults.choose(root, 100, 1, set(), None)}) == 6
-    assert planted_faults.choose(root, 5, 1, {"other"}, None) == []
+    assert len({*planted_faults.choose(faults, 100, 1)}) == 6
+    assert planted_faults.choose([], 5, 1) == []
+
+
+def test_faults_of_a_function_that_moved_are_the_same(root: Path):
+    before = planted_faults.read_faults(root)
+    (root / "qtrace/room/fold.py").rename(root / "qtrace/moved.py")
+    text = TEXT.replace("Doc with", "Documented with").replace("LIMIT = 3 - 1", "\n")
+    (root / "qtrace/moved.py").write_text(text)
+    assert planted_faults.read_faults(root) == before
+    (root / "qtrace/moved.py").write_text(text.replace("values.any", "values.all"))
+    assert not {*planted_faults.read_faults(root)} & {*before}
+
+
+def test_tests_of_a_fault_run_its_lines_the_near_and_the_small_first(tmp_path: Path):
+    data = CoverageData(str(tmp_path / "data"))
+    for test, files in {"": "a", "far::whole": "abc", "far::part": "ab", "near::whole": "abc"}.items():
+        data.set_context(f"{test}|run" if test else test)
+        data.add_lines({f"/root/{file}.py": [3, 4] if test else [2, 3] for file in files})
+    data.close()
+    contexts = planted_faults.Contexts(tmp_path / "data")
+    tests = ["near::whole", "far::part", "far::whole"]
+    assert contexts.choose_tests("a.py", range(3, 4), ["near"]) == tests
+    assert contexts.choose_tests("c.py", range(3, 5), []) == ["far::whole", "near::whole"]
+    assert contexts.choose_tests("a.py", range(2, 3), ["near"]) == ["near"]  # when it is imported
+    assert contexts.choose_tests("a.py", range(5, 6), ["near"]) == []
 
 
 def test_fault_is_found_by_a_test_that_passes_without_it(root: Path, tmp_path: Path):

@@ -391,7 +391,9 @@ def test_parts_see_the_same_values_when_memory_is_short() -> None:
     found: list[dict[str, np.ndarray]] = []
     for limit in (1 << 30, 1):
         values: dict[str, np.ndarray] = {}
-        OnnxRuntime(prepared, nodes, limit=limit).run(((mge.Tensor(_X),), {}), 0, values.__setitem__)
+        engine = OnnxRuntime(prepared, nodes, limit=limit)
+        assert len(engine._split(_X)) == (1 if limit > 1 else len(nodes))
+        engine.run(((mge.Tensor(_X),), {}), 0, values.__setitem__)
         found.append(values)
     assert tuple(found[0]) == tuple(found[1]) == nodes
     for node in nodes:

@@ -67,6 +67,12 @@ def test_changes_of_layout_of_whole_pages_are_points_of_their_own():
     assert 9e-6 < without.seconds(ops[1], FLOAT) < 1e-5
 
 
+def test_an_input_pixel_of_a_transposed_layer_gives_the_outputs_of_its_kernel_in_each_group() -> None:
+    shapes = {"inputs": ((2, 6, 5, 5),), "outputs": ((2, 4, 10, 10),), "weight": (2, 3, 2, 2, 3), "groups": 2}
+    (family,) = families(OpShape("conv_transpose2d", **shapes))
+    assert family.at == (6 // 2, 4 // 2 * 2 * 3, 2 * 5 * 5)
+
+
 @each_of(
     "op",
     [

@@ -10,6 +10,7 @@ import pytest
 from megengine import Tensor
 
 import qtrace
+from qtrace.data.base import to_input
 from qtrace.data.batches import as_arguments, count_samples, first_samples
 from qtrace.errors import CalibrationError
 from qtrace.preparation.faithfulness import first_calls
@@ -70,6 +71,10 @@ def test_integers_of_32_bits_are_taken_and_larger_ones_refused(dtype: Any) -> No
     values = np.array([0, 2**31 - 1], dtype)
     ((taken,), _) = as_arguments(values, traced)
     np.testing.assert_array_equal(taken.numpy(), values)
+    np.testing.assert_array_equal(to_input(values, "x"), values)
+    if dtype is np.int64:
+        lowest = np.array([-(2**31)], dtype)
+        np.testing.assert_array_equal(to_input(lowest, "x"), lowest)
     if dtype is not np.int32:
         with pytest.raises(CalibrationError, match="batch 3 holds the integer 2147483648, and MegEngine"):
             as_arguments(np.array([0, 2**31], dtype), traced, 3)

@@ -19,6 +19,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.errors import ConfigError
 from qtrace.fakequant import scales
+from qtrace.fakequant.following.bias import BIAS_LIMIT
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import fake_quants
 from tests.nets import images, net
@@ -131,6 +132,8 @@ def test_a_bias_too_large_for_int32_widens_to_the_next_power_of_two() -> None:
         qtrace.trace(module, x, check=False), QConfig(fakequant="tqt", activation=patch, weight=patch)
     )
     qtrace.calibrate(prepared, [x], progress=False)
+    product = float(prepared.qsites.x.qparams().scale) * prepared.qsites.fc_weight.qparams().scale.max()
+    assert BIAS_LIMIT / 2 < 10.0 / product <= BIAS_LIMIT
     step = float(prepared.qsites.fc_out.qparams().scale)
     assert np.abs(prepared(mge.Tensor(x)).numpy() - module(mge.Tensor(x)).numpy()).max() <= 0.51 * step
 

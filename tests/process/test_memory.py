@@ -47,6 +47,8 @@ def test_memory_goes_back_each_time_that_much_was_freed(returned: list[int]) -> 
     for _ in range(5):
         frees.note(40)
     assert len(returned) == 1
+    LargeFrees(100).note(100)
+    assert len(returned) == 2
 
 
 def test_a_run_of_large_parameters_gives_back_on_its_way(

@@ -16,6 +16,7 @@ from qtrace.preparation.model import read_record
 from qtrace.ptq.layers import outputs
 from qtrace.ptq.layers.scaling import Parameters, channel_groups, precision, weight_sqnr
 from qtrace.scheme import QScheme
+from tests.each import each_of
 from tests.nets import MobileNetV2, ResNet, images, left_lines, net, randomize
 
 PER_TENSOR = {"axis": None}
@@ -131,6 +132,17 @@ def test_relu6_is_kept_or_replaced_as_asked() -> None:
     assert any("ReLU6 replaced by ReLU" in line for line in report["changed"])
     assert left_lines(report) == []
     assert "relu6" not in {n.kind for n in read_record(prepared).annotation.notes}
+
+
+@each_of("axes", [(2, 3), (-1, -2), (1, 2, 3)])
+def test_a_mean_is_passed_through_unless_it_mixes_channels(axes: tuple[int, ...]) -> None:
+    module = net(
+        lambda self, x: self.b(F.mean(F.relu(self.a(x)), axes, keepdims=True)),
+        a=M.Conv2d(4, 6, 1),
+        b=M.Conv2d(1 if 1 in axes else 6, 5, 1),
+    )
+    report = _report(_prepared(randomize(module), images(2, 4, 8, 8), "equalize"), "equalize")
+    assert left_lines(report) == (["no two layers follow each other"] if 1 in axes else [])
 
 
 def _high(padding: int) -> M.Module:

@@ -21,7 +21,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.sensitivity import analyze
 from qtrace.verification.report import VerifyReport
-from qtrace.verification.selections import find_selections
+from qtrace.verification.selections import Ranked, find_selections
 from tests.nets import images, net
 
 
@@ -220,3 +220,10 @@ def test_an_optimization_that_is_wrong_before_the_selection_fails() -> None:
     assert not report.passed
     assert "sites (deployed) differ by 9 LSB, by 1 LSB without optimizations" in report.summary()
     assert "only the optimized form falls short" in report.summary()
+
+
+def test_equal_scores_come_in_any_order_of_different_places() -> None:
+    ranked = Ranked(np.ones((2, 3), np.float32), np.ones((2, 2), np.float32))
+    assert ranked.accepts(np.array([[0, 1], [1, 0]]))
+    assert not ranked.accepts(np.array([[0, 2], [1, 1]]))
+    assert not ranked.accepts(np.array([[0, 1], [1, 3]]))

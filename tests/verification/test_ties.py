@@ -81,6 +81,7 @@ def test_equal_scores_are_no_fault(tail: str, tmp_path: Path) -> None:
     assert report.passed, report.summary()
     assert "ranks equal scores, and their order is the runtime's" in report.summary()
     assert "is not compared in " in report.summary()
+    assert " and 0 more" not in report.summary()
     assert report.to_dict()["reordered_ties"]["op_by_op"]
     assert qtrace.bisect(other, converted, _BATCHES) is None
 

@@ -68,7 +68,11 @@ def test_a_worker_that_was_stopped_ends_by_itself(monkeypatch: pytest.MonkeyPatc
     pool.__enter__()
     worker = pool._workers[0]
     worker.send_signal(signal.SIGSTOP)
+    wait, waited = worker.wait, list[float]()
+    monkeypatch.setattr(worker, "wait", lambda seconds: waited.append(seconds) or wait(seconds))
     pool.__exit__(None, None, None)
+    assert len(waited) == 1
+    assert waited[0] > 200
     assert worker.returncode in (143, -signal.SIGTERM)  # not killed: it could write what it had seen
 
 

@@ -129,6 +129,7 @@ def test_edges_say_how_tensors_are_quantized(resnet: TracedModule, tmp_path: Pat
     assert edges['"maxpool_out" -> "stages_0_0_conv1_out"'].startswith(f"uint8 affine s={relu.scale:.4g}")
     assert '"fc_out" -> "->0"' in edges
     boxes = dict(re.findall(r'^  "([^"]+)" \[label="([^"]*)"', text, re.M))
+    assert boxes["->0"] == "output"
     assert r"\nweight 4x3x7x7 int8 sym per-channel(0) narrow s=" in boxes["conv1_out"]
     assert {end for edge in edges for end in re.findall(r'"([^"]+)"', edge)} <= set(boxes)
 

@@ -17,7 +17,7 @@ import qtrace
 from qtrace import QConfig
 from tests.each import each_of
 from tests.export.reference import assert_agrees
-from tests.nets import net, side_by_side, spread
+from tests.nets import images, net, side_by_side, spread
 
 T = mge.Tensor
 IMAGE, ROWS, GRID = (4, 6, 8), (12,), (6, 8)
@@ -283,3 +283,12 @@ def test_float_ops_run_in_onnxruntime_as_in_the_graph(names: list[str], tmp_path
             assert next(found, None) is None
     if names != [*NO_ORACLE]:
         assert_agrees(path, inputs[0])
+
+
+def test_an_identity_has_the_size_of_an_open_axis(tmp_path: Path) -> None:
+    x = images(3, 4, 1, 1)[..., 0, 0]
+    module = net(lambda self, x: F.matmul(F.eye(x.shape[0], x.shape[0]), x) + 1)
+    path = qtrace.export(qtrace.trace(module, x, dynamic={"x": {0: "n"}}), tmp_path / "m.onnx")
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    for rows in (2, 3):
+        np.testing.assert_array_equal(session.run(None, {"x": x[:rows]})[0], x[:rows] + 1)

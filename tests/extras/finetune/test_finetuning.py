@@ -120,7 +120,9 @@ def test_ranges_freeze_when_they_hardly_move(done: Any) -> None:
 
 def test_report_is_data_and_text(done: Any) -> None:
     _, report = done
-    assert json.loads(json.dumps(report.to_dict()))["samples"] == 64
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["samples"] == 64
+    assert data["outputs"][0]["before"] == report.outputs[0].before
     text = report.table()
     assert "SQNR before" in text
     assert "frozen after step" in text
@@ -368,6 +370,7 @@ def test_rates_warm_up_and_fall_to_zero() -> None:
     assert np.all(np.diff(factors[:11]) > 0)
     assert np.all(np.diff(factors[10:]) < 0)
     assert factors[-1] < 1e-3
+    assert [FinetuneSettings(steps=30, warmup=0.05).factor(step) for step in range(3)] == [1 / 3, 2 / 3, 1.0]
 
 
 def test_each_epoch_shows_every_sample_once(traced: TracedModule) -> None:

@@ -21,9 +21,10 @@ from megengine.traced_module import register_as_builtin
 import qtrace
 from qtrace import graph as g
 from qtrace.errors import GraphError
+from qtrace.extras.source.literals import WIDTH, Literals
 from qtrace.graph.builder import GraphBuilder
 from tests.each import each_of
-from tests.nets import images, randomize
+from tests.nets import images, net, randomize
 from tests.zoo.catalog import CNN
 from tests.zoo.detectors.entries import DETECTORS
 from tests.zoo.transformers.entries import TRANSFORMERS
@@ -246,6 +247,19 @@ def test_lines_are_no_longer_than_a_screen(tmp_path: Path) -> None:
     x = images(1, 3, 4, 4)
     code = check(qtrace.trace(randomize(LongNames()), x, check=False), (x,), tmp_path)
     assert max(map(len, code.splitlines())) <= 110
+
+
+@each_of("size", [8, 9])
+def test_constants_of_few_values_stand_in_the_code(size: int, tmp_path: Path) -> None:
+    x, number = images(1, size, 1, 1), mge.Tensor(np.arange(size, dtype=np.float32).reshape(size, 1, 1))
+    code = check(qtrace.trace(net(lambda self, x: x * number), x, check=False), (x,), tmp_path)
+    assert ("mge.Tensor(np.array(" in code) is (size == 8)
+
+
+def test_lines_are_as_full_as_they_may_be() -> None:
+    full, more = (Literals().write(["a" * 43, "b" * size, "c" * 10]) for size in (42, 43))
+    assert [*map(len, full.splitlines()[1:-1])] == [4 + WIDTH - 8, 4 + 13]
+    assert [*map(len, more.splitlines()[1:-1])] == [4 + 46, 4 + 46 + 14]
 
 
 class Norms(M.Module):

@@ -17,8 +17,10 @@ from qtrace.graph.opaque import opaque_calls, say_stopped_gradients
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import owner
+from qtrace.importing.onnx.ops.resize import nearest_places
 from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.sessions import open_session
+from tests.each import each_of
 
 
 def _resized_file(path: Path, form: str, **attributes: Any) -> Path:
@@ -183,3 +185,18 @@ def _old_resize(folder: Path, op: str, mode: str, scales: tuple[float, ...]) -> 
     imports = [helper.make_opsetid("", 9 if op == "Upsample" else 10)]
     onnx.save(helper.make_model(graph, opset_imports=imports, ir_version=8), folder / "net.onnx")
     return folder / "net.onnx"
+
+
+@each_of(
+    "nearest, places",
+    [
+        ("floor", [0, 0, 0, 0, 1, 1, 1, 1]),
+        ("ceil", [0, 1, 1, 1, 1, 1, 1, 1]),
+        ("round_prefer_floor", [0, 0, 0, 1, 1, 1, 1, 1]),
+        ("round_prefer_ceil", [0, 0, 1, 1, 1, 1, 1, 1]),
+        ("other", None),
+    ],
+)
+def test_places_are_rounded_as_the_mode_says(nearest: str, places: list[int] | None) -> None:
+    found = nearest_places(2, 8, 4.0, "asymmetric", nearest)
+    assert (found if found is None else found.tolist()) == places

@@ -13,6 +13,7 @@ import pytest
 import qtrace
 from qtrace.comparing.sums import sqnr_db
 from qtrace.graph.flatten import flatten
+from qtrace.preparation.figures import read_figures
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes import place as placing
 from qtrace.preparation.passes.annotate import annotate_view
@@ -231,3 +232,10 @@ def test_the_graph_that_was_annotated_is_found_again_without_its_sites() -> None
     assert [(n.name, n.state, n.output, n.ranks) for n in again.notes] == [
         (n.name, n.state, n.output, n.ranks) for n in model.annotation.notes
     ]
+
+
+def test_bytes_of_weights_are_rounded_up() -> None:
+    module = net(lambda self, x: self.a(x), a=M.Conv2d(3, 1, 1, bias=False))
+    traced = qtrace.trace(module, images(1, 3, 4, 4), check=False)
+    prepared = qtrace.prepare(traced, {"backend": "generic", "weight": {"bits": 4}})
+    assert read_figures(prepared).bytes == 2  # of 12 bits

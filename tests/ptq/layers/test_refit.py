@@ -15,7 +15,8 @@ from qtrace import QConfig
 from qtrace.errors import CalibrationError
 from qtrace.preparation.model import read_record
 from qtrace.ptq import gptq
-from qtrace.ptq.layers import second_order
+from qtrace.ptq.layers import scaling, second_order
+from qtrace.ptq.layers.held_back import OutputErrors
 from qtrace.ptq.layers.second_order import DAMPINGS, SecondMoments, correction, ridge
 from tests.nets import images, left_lines, net
 
@@ -278,3 +279,10 @@ def test_a_layer_without_outputs_has_no_correction() -> None:
 def test_correction_finds_a_larger_damping_after_two_that_fail() -> None:
     """With 0.1 and 1 the matrices are not positive definite; 10 lowers the error all the same."""
     assert correction(*_halves_with_errors(0.6))[1] == 10.0
+
+
+def test_means_are_taken_to_the_nearest_of_steps_far_below_the_error() -> None:
+    means = np.linspace(-1.0, 1.0, 101) / 2**10
+    errors = OutputErrors(count=1.0, total=means, square=1.9**2 * means.size, signal=1.0)  # steps of 2**-12
+    steps = scaling._coarse(errors) * 2**12
+    np.testing.assert_array_equal(steps, np.round(means * 2**12))

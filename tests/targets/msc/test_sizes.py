@@ -26,7 +26,7 @@ OPEN = {"x": {0: "N", 2: "H", 3: "W"}}
 
 def _forward(self: Any, x: Any) -> Any:
     y = F.relu(self.conv(x))
-    n, h, w = y.shape[0], y.shape[2], y.shape[3]
+    n, h, w = y.shape[-4], y.shape[2], y.shape[3]
     z = F.mean(y.reshape(n, 2, 2, h * w), axis=2)
     u = F.nn.interpolate(y, size=(h * 2, 3 + w), mode="nearest")
     return z, u[:, :, : h // 2], x * 2
@@ -68,6 +68,8 @@ def test_prims_are_sizes_and_what_is_computed_from_them(traced: TracedModule, tm
     (h, w) = (
         p.name for p in graph.get_prims() if p.attrs.get("producer") == "relu_out" and p.attrs["dim"] != "0"
     )
+    dims = {p.attrs["dim"] for p in graph.get_prims() if p.attrs.get("producer") == "relu_out"}
+    assert dims == {"0", "2", "3"}
     two, three = (p.name for p in graph.get_prims() if p.optype == "Int")
     arithmetic = {name: prim for name, prim in prims.items() if prim[0] not in ("shape", "Int")}
     assert arithmetic == {

@@ -219,19 +219,41 @@ def test_parts_of_an_input_whose_channels_are_no_multiple_of_16_bytes(case: str,
     _verified(module, (3, 4, 5, 5), tmp_path)
 
 
+def _run(traced: Any, path: Path, x: np.ndarray) -> np.ndarray:
+    (output,) = (node.name for node in traced.graph.outputs)
+    request = {"param": str(path), "bin": str(path.with_suffix(".bin")), "optimize": False}
+    return Ncnn(request | {"inputs": ["x"], "outputs": [output]}, []).run([x], {})[0]
+
+
 @each_of("exponent", [0, 1, 2, 3, 8, 9, 10, 13, 40, -1, -2, -9, 0.5, 0.3, 1.5, 8.4, -0.5, -0.3, -9.5])
 def test_powers_of_numbers_of_either_sign_and_of_0(exponent: float, tmp_path: Path) -> None:
     x = np.array([[-2.0, -1.5, -1.0, -0.3, 0.0, 0.4, 1.0, 1.1, 3.0, 40.0, 1e6]], np.float32)
     traced = qtrace.trace(net(lambda self, x: x**exponent), x, check=False)
     path = qtrace.export(traced, tmp_path / "m.param")
-    (output,) = (node.name for node in traced.graph.outputs)
-    request = {"param": str(path), "bin": str(path.with_suffix(".bin")), "optimize": False}
-    (values,) = Ncnn(request | {"inputs": ["x"], "outputs": [output]}, []).run([x], {})
+    values = _run(traced, path, x)
     with np.errstate(all="ignore"):
         expected = np.power(x, np.float32(exponent))
     if exponent < 0:
         expected[x == 0] = np.nan  # as ncnn divides
     np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-30)
+
+
+@each_of("part, kinds", [(slice(0, None, 2), "Crop"), (slice(1, None, 2), "Crop Crop Crop Concat")])
+def test_groups_that_fit_into_the_axis_are_not_split(part: slice, kinds: str, tmp_path: Path) -> None:
+    x = _input((1, 6, 8), 0)
+    traced = qtrace.trace(net(lambda self, x: x[:, part]), x, check=False)
+    path = qtrace.export(traced, tmp_path / "m.param")
+    written = [line.split()[0] for line in path.read_text().splitlines()]
+    assert [kind for kind in written if kind in ("Crop", "Concat")] == kinds.split()
+    np.testing.assert_array_equal(_run(traced, path, x), x[:, part])
+
+
+def test_inputs_of_unlike_batches_are_refused(tmp_path: Path) -> None:
+    traced = qtrace.trace(
+        net(lambda self, x, y: x + y), _input((2, 3, 4), 0), _input((1, 3, 4), 1), check=False
+    )
+    with pytest.raises(ExportError, match=r"y has shape \(1, 3, 4\).*leave axis 0 to the batch of 2"):
+        qtrace.export(traced, tmp_path / "m.param")
 
 
 NO_LOOK_UPS: dict[str, tuple[Callable[..., Any], tuple[int, ...], str]] = {

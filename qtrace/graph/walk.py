@@ -8,7 +8,6 @@ import itertools
 import os
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from inspect import getfullargspec
 from pathlib import PurePath
 from typing import Any
 
@@ -59,7 +58,7 @@ def signature(func: Callable[..., Any]) -> inspect.Signature:
 @functools.lru_cache(maxsize=256)
 def argument_spec(func: Callable[..., Any]) -> inspect.FullArgSpec:
     """Returns the cached argument names and defaults of a MegEngine function."""
-    return getfullargspec(inspect.unwrap(func))
+    return inspect.getfullargspec(inspect.unwrap(func))
 
 
 # Walks over a graph: exprs, users, owners, names and paths.

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import getfullargspec, isbuiltin
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,7 +38,7 @@ from qtrace.errors import TraceError, shorten_list
 from qtrace.graph.failures import LIBRARIES
 from qtrace.graph.notes import name_with_line, recorded_lines, shown_path
 from qtrace.graph.tracing.tracer import Tracer, attention_in_parts, find_replacements, recorded_as
-from qtrace.graph.walk import argument_spec, graphs_of, op_label, patched, reads_shape
+from qtrace.graph.walk import graphs_of, op_label, patched, reads_shape
 
 NONE_IS_DROPPED = "forward returns None among tensors: the trace returns only the tensors."
 VALUES_ARE_DROPPED = (
@@ -104,8 +102,7 @@ def recording(tracer: Tracer) -> Iterator[None]:
         return wrapped if other is None else recorded_as(other, wrapped, wrap)
 
     changes = {"tree_flatten": flatten_values, "_wrapped_function": wrap_function}
-    known = {"getfullargspec": lambda f: argument_spec(f) if isbuiltin(f) else getfullargspec(f)}
-    with patched(traced_module, **changes), patched(inspect, **known), recorded_lines():
+    with patched(traced_module, **changes), recorded_lines():
         yield
 
 
@@ -173,8 +170,9 @@ def _is_compiled(expr: Any) -> bool:
 def key_order(result: Any) -> Any:
     """Returns the dicts, lists and tuples of ``result`` with None in the place of every tensor."""
     if isinstance(result, dict):
-        kept = {key: value for key, value in result.items() if not isinstance(value, PYTHON_VALUES)}
-        return {key: key_order(value) for key, value in kept.items()}
+        return {
+            key: key_order(value) for key, value in result.items() if not isinstance(value, PYTHON_VALUES)
+        }
     if isinstance(result, (list, tuple)):
         return [key_order(value) for value in result if not isinstance(value, PYTHON_VALUES)]
     return None

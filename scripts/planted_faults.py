@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib.util
 import os
 import random
@@ -160,11 +161,15 @@ def near_tests(root: Path, module: str) -> list[str]:
     mirror = root.joinpath("tests", *module.split(".")[1:])
     folders, near = {mirror, mirror.parent} - {root / "tests"}, []
     for path in sorted(root.glob("tests/**/test_*.py")):
-        names = imported_names(path.read_text(encoding="utf-8"))
-        imports = any(f"{name}.".startswith(f"{module}.") for name in names)
+        imports = any(f"{name}.".startswith(f"{module}.") for name in _imported(path))
         if imports or folders & {*path.parents} or path.stem == f"test_{mirror.name}":
             near.append(str(path.relative_to(root)))
     return near
+
+
+@functools.cache
+def _imported(path: Path) -> frozenset[str]:
+    return frozenset(imported_names(path.read_text(encoding="utf-8")))
 
 
 class Contexts:

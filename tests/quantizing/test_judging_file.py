@@ -14,8 +14,11 @@ import pytest
 from megengine import Tensor
 
 import qtrace
+from qtrace.data import open_data
+from qtrace.data.opening import recut
 from qtrace.errors import CalibrationError
 from qtrace.quantizing import judging
+from qtrace.quantizing.call_data import CallData, split_data
 from qtrace.sensitivity.diagnosis.verdict import Verdict
 from qtrace.sensitivity.simulation import Simulation
 from tests.nets import images, net
@@ -105,6 +108,18 @@ def test_samples_are_counted_not_timed() -> None:
     assert sum(count((3, 320, 320))) == 15
     assert sum(count((3, 1024, 1024))) == 8
     assert count((3, 8, 8), size=1) == [1] * 64
+
+
+def test_two_samples_of_large_images_are_verified_and_two_batches_of_small_ones() -> None:
+    def count(side: int, size: int) -> list[int]:
+        data = recut(open_data(np.zeros((16, 3, side, side), np.float32), batch_size=size), size)
+        traced = qtrace.trace(M.Identity(), np.zeros((1, 3, side, side), np.float32), check=False)
+        batches = judging._verified_batches(CallData(*split_data(data, None, None, 1)), traced)
+        return [len(batch[0]) for batch in batches]
+
+    assert count(320, 8) == [2]
+    assert count(320, 1) == [1, 1]
+    assert count(64, 8) == [4, 8]  # held back, and to calibrate on
 
 
 def test_the_held_back_samples_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -355,9 +355,9 @@ class File:
         for index, (name, node, graph, runtime) in enumerate(values):
             if runtime is None or name in unsettled or graph.shape != runtime.shape:
                 continue
-            graph, runtime = at_same_precision(graph, runtime)
             groups = run.single.report.groups_of(index, name, graph)
-            if any(sqnr_db(g.select(graph), g.select(runtime)) < min_sqnr_db for g in groups):
+            pairs = (at_same_precision(g.select(graph), g.select(runtime)) for g in groups)
+            if any(sqnr_db(*pair) < min_sqnr_db for pair in pairs):
                 return Disagreement(node.name, graph, runtime)
         return None
 

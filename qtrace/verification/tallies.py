@@ -222,8 +222,8 @@ class Tallies:
         for index, (name, a, b) in enumerate(zip(names, graph, runtime, strict=True)):
             if b is None or not self.compares(mode, f"output {name}", a, b):
                 continue
-            a, b = at_same_precision(a, b)
-            if (name in selected or name in ranked) and sqnr_db(a, b) < self.min_sqnr_db:
+            unsettled = name in selected or name in ranked
+            if unsettled and sqnr_db(*at_same_precision(a, b)) < self.min_sqnr_db:
                 if name in selected:
                     self.note_rows(mode, f"output {name}", a, b)
                 else:
@@ -231,7 +231,7 @@ class Tallies:
                 continue
             for group in self.groups_of(index, name, a):
                 sums = noises.setdefault(group.name, ErrorSums())
-                sums.add(group.select(a), group.select(b), classes=True)
+                sums.add(*at_same_precision(group.select(a), group.select(b)), classes=True)
 
     def groups_of(self, index: int, name: str, value: np.ndarray) -> list[ColumnGroup]:
         """Returns the column groups of an output: the whole of it where there are none.
@@ -279,9 +279,10 @@ class Tallies:
                     f"output {name} has shape {f.shape} in the float network and {a.shape} in the graph: "
                     "give the network that was quantized."
                 )
-            a, b = at_same_precision(a, b)
             for group in self.groups_of(index, name, f):
-                sums.setdefault(group.name, Closeness()).add(*(group.select(v) for v in (f, a, b, g)))
+                by_graph, by_runtime = at_same_precision(group.select(a), group.select(b))
+                values = (group.select(f), by_graph, by_runtime, group.select(g))
+                sums.setdefault(group.name, Closeness()).add(*values)
 
     def add_selected(self, mode: str, shares: Sequence[Share]) -> None:
         """Adds how many of the rows that the runtime selects in one batch are float's."""
@@ -478,16 +479,21 @@ def too_many(differing: int, values: int, least_equal: float) -> bool:
 
 
 def at_same_precision(graph: np.ndarray, runtime: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns an output on both sides as float32, rounded to float16 if the runtime returns it so.
+    """Returns a column group on both sides as float32, rounded to float16 if the runtime returns it so.
+
+    Between 0 and 1, where probabilities are, values are equal up to two steps of float32 at 1: a Sigmoid
+    (onnxruntime's, for one) is not computed more exactly, however small its value is.
 
     Args:
         graph: the graph's value.
         runtime: the runtime's value.
     """
-    if runtime.dtype != np.float16:
-        return graph, runtime
-    with np.errstate(over="ignore"):
-        return graph.astype(np.float16).astype(np.float32), runtime.astype(np.float32)
+    if runtime.dtype == np.float16:
+        with np.errstate(over="ignore"):
+            graph, runtime = graph.astype(np.float16).astype(np.float32), runtime.astype(np.float32)
+    if graph.dtype.kind == "f" and graph.size and graph.min() >= 0 and graph.max() <= 1:
+        runtime = np.where(np.abs(runtime - graph) <= 2 * np.finfo(np.float32).eps, graph, runtime)
+    return graph, runtime
 
 
 # How much more noise than the graph the runtime may have.

@@ -294,3 +294,22 @@ def test_a_runtime_that_selects_fewer_of_floats_rows_fails(graph: Share, runtime
     report.add_selected("deployed", [runtime])
     problems = report.problems()
     assert [word in problem for problem in problems] == ([True] if word else [])
+
+
+def test_tiny_probabilities_are_as_exact_as_a_sigmoid_is(tmp_path: Path) -> None:
+    """A detector gave no file where the images of the verification showed nothing."""
+    conv = M.Conv2d(3, 6, 3)
+
+    def detect(self: M.Module, x: mge.Tensor, shift: float) -> mge.Tensor:
+        y = F.flatten(self.a(x), 2).transpose(0, 2, 1)
+        return F.concat([y[:, :, :4] * 50.0, F.sigmoid(y[:, :, 4:] - shift)], axis=2)
+
+    def traced(shift: float) -> TracedModule:
+        return qtrace.trace(net(lambda self, x: detect(self, x, shift), a=conv), BATCHES[0], check=False)
+
+    blank = traced(18.0)
+    path = qtrace.export(blank, tmp_path / "blank.onnx")
+    report = qtrace.verify(path, blank, BATCHES[:1], float_model=blank)
+    assert report.passed, report.summary()
+    other = qtrace.verify(path, traced(12.0), BATCHES[:1], float_model=blank)  # 6e-6 is not 1.5e-8
+    assert "concat_out, columns 4..5 has 0.0 dB" in "; ".join(other.problems())

@@ -134,6 +134,7 @@ def calibrate(
 
         if algorithms:
             fit(model)
+            return_free_memory()
         if model.annotation.placement is not None:
             from qtrace.preparation.passes.choosing import choose_row  # here: a third of `prepare`
 

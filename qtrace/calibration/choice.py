@@ -18,6 +18,7 @@ from qtrace.graph.differences import SAMPLE_RTOL
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.preparation.faithfulness import cut_images
 from qtrace.preparation.model import QuantizedModel
 from qtrace.runtimes.host import RuntimeHost
 
@@ -38,7 +39,7 @@ class Chosen:
     Attributes:
         name: the name of the engine.
         reason: why this engine was chosen, as a clause.
-        verified: the shapes of inputs at which the engine agreed with MegEngine.
+        verified: the shapes of inputs at which the engine agreed with MegEngine, on a part of a batch.
         compared: whether the engine is compared with MegEngine at other shapes.
         everywhere: whether the engine ran all batches.
     """
@@ -252,7 +253,7 @@ class _ComparedEngine(ExplainedEngine):
             self._megengine.run(arguments, index, observe)
             return
         shapes = self._shapes(arguments)
-        if shapes not in self._reasons:
+        if shapes not in self._reasons and not self._agree_on_part(arguments, index, shapes):
             self._run_new_shapes(arguments, index, shapes, observe)
             return
         engine = self._megengine if self._reasons[shapes] else self._fast
@@ -268,14 +269,13 @@ class _ComparedEngine(ExplainedEngine):
 
     def _run_new_shapes(self, arguments: Arguments, index: int, shapes: Signature, observe: Observe) -> None:
         """Compares both engines on a batch, and observes the values of the fast one if they agree."""
-        agreed = self._agree_on_samples(arguments, index)
         values: dict[str, np.ndarray] = {}
         try:
             self._fast.run(arguments, index, values.__setitem__)
         except EngineError as error:
             reason = str(error)
         else:
-            reason = "" if agreed else self._compare(arguments, index, values)
+            reason = self._compare(arguments, index, values)
         self._reasons[shapes] = reason
         if reason:
             self._megengine.run(arguments, index, observe)
@@ -283,19 +283,23 @@ class _ComparedEngine(ExplainedEngine):
         for name in list(values):
             observe(name, values.pop(name))
 
-    def _agree_on_samples(self, arguments: Arguments, index: int) -> bool:
-        """Whether both engines agree on the first samples of a batch; if not, they may on the whole batch."""
-        samples = first_samples(arguments, _compared_samples(self._prepared))
-        if samples is None:
+    def _agree_on_part(self, arguments: Arguments, index: int, shapes: Signature) -> bool:
+        """Whether both engines agree on a part of a batch; if not, they may on the whole batch."""
+        samples = first_samples(arguments, _compared_samples(self._prepared)) or arguments
+        (part,) = cut_images([samples], self._prepared)
+        if part is arguments:
             return False
         values: dict[str, np.ndarray] = {}
         try:
-            self._fast.run(samples, index, values.__setitem__)
+            self._fast.run(part, index, values.__setitem__)
             # A comparison of empty values or of zeros proves nothing.
             observed = (value for node, value in values.items() if node not in self._unobserved)
-            return all(value.any() for value in observed) and not self._compare(samples, index, values)
+            if not all(value.any() for value in observed) or self._compare(part, index, values):
+                return False
         except (EngineError, CalibrationError):  # the graph takes no other number of samples
             return False
+        self._reasons[shapes] = ""
+        return True
 
     def _compare(self, arguments: Arguments, index: int, values: Mapping[str, np.ndarray]) -> str:
         """Compares ``values`` of the fast engine with MegEngine's; returns why it must not run, or ""."""

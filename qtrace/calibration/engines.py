@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 import math
@@ -24,10 +23,10 @@ from qtrace.graph.kernels import STAGE_BYTES
 from qtrace.graph.stepping import GraphSegment, SegmentRun, Use
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings, shrink_shared_arena
+from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings
 from qtrace.onnxfile.sessions import open_session
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process import count_threads, prefetch_map, when_returning
+from qtrace.process import count_threads, prefetch_map
 from qtrace.runtimes.host import RuntimeHost, describe_side
 
 if TYPE_CHECKING:
@@ -287,7 +286,6 @@ def start_session(
         EngineError: when onnxruntime refuses the model.
         ExportError: when the host cannot be reached, or does not survive the model.
     """
-    _return_shared_memory()
     settings = SessionSettings(
         threads=1,
         fuse_integers=fuse_integers,
@@ -301,12 +299,6 @@ def start_session(
         return open_session(data, settings)
     except SessionError as error:
         raise EngineError(f"onnxruntime refuses the graph: {error.reason}") from error
-
-
-@functools.cache
-def _return_shared_memory() -> None:
-    """Gives back what sessions share and have free with all other memory that is free."""
-    when_returning(shrink_shared_arena)
 
 
 def run_session(

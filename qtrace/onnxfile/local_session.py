@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qtrace.errors import ExportError, install
+from qtrace.process import when_returning
 from qtrace.runtimes import worker
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class SessionSettings:
         spin: whether the threads wait actively between two runs, which takes the cores from others.
         profile: whether the times of nodes are recorded, for `OrtSession.end_profile`.
         optimized: whether the optimized model is kept, for `OrtSession.optimized`.
-        shared: whether the session takes the memory that sessions of this process share, see `shared_arena`.
+        shared: whether the session takes the memory that sessions of this process share.
         tensors: the folder of the external tensors of a model that is given as bytes.
         host: the interpreter or machine that has onnxruntime; None for this process.
     """
@@ -241,21 +242,21 @@ def onnxruntime_errors() -> tuple[type[Exception], ...]:
 
 @functools.cache
 def register_shared_arena() -> bool:
-    """Makes the shared memory once; returns whether sessions may take it."""
+    """Makes the shared memory once, given back with other free memory; returns whether it is there."""
     if importlib.util.find_spec("onnx") is None:
         return False
     import onnxruntime as ort
 
     memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
     ort.create_and_register_allocator(memory, None)
+    when_returning(shrink_shared_arena)
     _run_smallest()  # the first piece of the memory, which is as large as its first use, is never given back
     return True
 
 
 def shrink_shared_arena() -> None:
-    """Gives what the shared memory has free back to the system, if it is in use."""
-    if register_shared_arena.cache_info().currsize and register_shared_arena():
-        _run_smallest(shrink=True)
+    """Gives what the shared memory has free back to the system."""
+    _run_smallest(shrink=True)
 
 
 def _run_smallest(shrink: bool = False) -> None:

@@ -181,17 +181,16 @@ def split_calls(calls: Iterable[Any], model: TracedModule) -> list[Any]:
 def halve_samples(batches: Iterable[Any], model: TracedModule) -> list[Any]:
     """Returns every second sample of batches, as batches; every second batch if ``model`` fixes their size.
 
-    What is only compared from layer to layer needs no more.
+    What is only compared from layer to layer needs no more, and of large images the middle.
     """
     halved: list[Any] = []
     for number, batch in enumerate(batches):
         arguments = as_arguments(batch, model, number)
         if count_samples(arguments) > 1 and cut_call(arguments, 1, model) is not None:
-            args, kwargs = every_second(arguments)
-            halved.append(kwargs or args)
+            halved.append(every_second(arguments))
         elif number % 2 == 0:
-            halved.append(batch)
-    return halved
+            halved.append(arguments)
+    return [kwargs or args for args, kwargs in cut_images(halved, model)]
 
 
 def cut_images(calls: list[Any], model: TracedModule) -> list[Any]:

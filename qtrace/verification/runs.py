@@ -191,6 +191,7 @@ class File:
                         yield self._run_batch(start, op_by_op, exact)
                     elif (run := self._run_if_possible(start, op_by_op, exact)) is not None:
                         yield run
+                        del run
                         break
 
     def _starts(

@@ -246,6 +246,8 @@ def verify(
                     _cross_check(file, converted, run, limit, report)
                 _compare_outputs(file, run, deployed, exact, report)
                 check.note(run)
+                del run  # its integers, before the next batch has its own
+                return_free_memory()
     if report.kernels is not None and report.kernels.wrong and not report.passed:
         from qtrace.export.onnx.whole_columns import has_odd_columns
 

@@ -20,7 +20,9 @@ from qtrace.calibration.collecting import CollectOptions, collect
 from qtrace.calibration.engines import MegEngine, OnnxRuntime
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.open_axes import OpenAxes, OpenAxis, write_open_axes
 from qtrace.graph.types import TracedModule
+from qtrace.preparation import faithfulness
 from qtrace.preparation.model import QuantizedModel, fake_quants
 from qtrace.preparation.phases import in_phase
 from tests.each import each_of
@@ -244,6 +246,25 @@ def test_values_that_say_nothing_do_not_agree(
     assert _auto(prepared, [batch, batch]).name == "onnxruntime"
     monkeypatch.setattr(choice, "OnnxRuntime", Behind)
     assert _auto(prepared, [batch, batch]).name == "megengine"
+
+
+@pytest.mark.usefixtures("eager")
+def test_engines_are_compared_on_the_middle_of_a_large_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All activations of an image of 1760x1760 were in memory: 5 GB for a small detector."""
+    monkeypatch.setattr(faithfulness, "_CUT_SIDE", 16)
+    ran, plain = list[tuple[int, ...]](), MegEngine.run
+
+    def run(engine: MegEngine, arguments: Any, index: int, observe: Callable[..., None]) -> None:
+        ran.append(tuple(arguments[0][0].shape))
+        plain(engine, arguments, index, observe)
+
+    monkeypatch.setattr(MegEngine, "run", run)
+    traced = qtrace.trace(Chain(1, 3), _X, check=False)
+    write_open_axes(traced, OpenAxes(tuple(OpenAxis("x", axis, "NCHW"[axis], "") for axis in (0, 2, 3))))
+    large = images(1, 3, 40, 24)
+    chosen = _auto(qtrace.prepare(traced), [large, large])
+    assert (chosen.name, chosen.verified) == ("onnxruntime", (((1, 3, 40, 24),),))
+    assert ran == [(1, 3, 16, 16)]
 
 
 @pytest.mark.usefixtures("eager")

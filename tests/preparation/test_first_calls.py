@@ -13,7 +13,7 @@ from qtrace.data import batches
 from qtrace.graph.flatten import flatten
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, write_open_axes
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.faithfulness import cut_images, first_calls
+from qtrace.preparation.faithfulness import cut_images, first_calls, halve_samples
 from qtrace.quantizing.call_data import shorten
 from tests.nets import images, net
 
@@ -59,6 +59,8 @@ def _large(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[int, ..
     )
     image = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     ((call,), _) = cut_images([((Tensor(image),), {})], model)[0]
+    ((halved,),) = halve_samples([(image,)], model)
+    assert np.array_equal(halved.numpy(), call.numpy())
     return tuple(map(int, call.shape)), int(call.numpy()[0, 0, 0, 0])
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megengine import Tensor
 import qtrace
 from qtrace.errors import CalibrationError
 from qtrace.process import Together
+from qtrace.targets.onnxruntime import runtime
 from qtrace.targets.onnxruntime.runtime import OnnxSession
 from qtrace.verification import verify
 from qtrace.verification.runtimes import base
@@ -102,6 +104,36 @@ def test_onnxruntime_runs_a_batch_before_the_graph_does_and_on_a_thread(
     assert events == ["read 0", "read 1", "compare 0", "read 2", "compare 1", "compare 2"]
     assert threads
     assert threading.get_ident() not in threads
+
+
+def test_of_two_large_batches_only_one_has_its_integers_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of a 1760x1760 image has gigabytes of them, and sessions kept as much for each of its sizes."""
+    converted, path = _exported(tmp_path)
+    monkeypatch.setattr(base, "MOST_VALUES", 0)
+    runs, alive, shared = list[Callable[[], Any]](), list[int](), list[bool]()
+    plain, opened = OnnxSession.run, runtime.open_session
+
+    def run(session: Any, inputs: list[np.ndarray]) -> RuntimeRun:
+        made = plain(session, inputs)
+        runs.append(weakref.ref(made))
+        return made
+
+    def open_session(data: Any, settings: Any, *others: Any) -> Any:
+        shared.append(settings.shared)
+        return opened(data, settings, *others)
+
+    monkeypatch.setattr(OnnxSession, "run", run)
+    monkeypatch.setattr(runtime, "open_session", open_session)
+    monkeypatch.setattr(
+        verify, "return_free_memory", lambda: alive.append(sum(run() is not None for run in runs))
+    )
+    batches = (images(2, 3, 8, 8, seed=number) for number in range(3))
+    assert qtrace.verify(path, converted, batches).passed
+    assert alive == [0, 0, 0, 0]  # before the first batch, and after each
+    assert shared
+    assert all(shared)
 
 
 def test_a_batch_that_is_read_ahead_is_the_one_that_is_compared(tmp_path: Path) -> None:

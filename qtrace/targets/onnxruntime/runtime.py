@@ -29,7 +29,7 @@ class OnnxSession(ExposedSession):
         super().__init__(model)
         self.concurrent = host is None
         threads = 1 if self.concurrent else None
-        settings = SessionSettings(optimize, threads, tensors=model.folder, host=host)
+        settings = SessionSettings(optimize, threads, tensors=model.folder, host=host, shared=True)
         self.compiled = open_session(model.data, settings, str(path))
         deployed: bytes | Path = model.deployed or path
         del model  # the session has copies of its weights

@@ -145,7 +145,7 @@ def measure_file(
     try:
         settings = timed_settings(twin.traced, path.suffix, host)
         reference = own if is_own and own is not None else twin.path
-        with naming(twin.path.parent):
+        with naming(twin.folder):
             first, speed = (timer or compare_files)(
                 [reference, path], runtime=backend.runtime or None, settings=settings, settled=are_clear
             )

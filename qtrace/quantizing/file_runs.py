@@ -37,11 +37,15 @@ class FloatFile:
         traced: the float network.
         config: the config, whose backend the file is for.
         suffix: the suffix of the quantized file.
+
+    Attributes:
+        folder: the folder.
     """
 
     def __init__(self, traced: TracedModule, config: QConfig, suffix: str) -> None:
         self.traced, self.config, self.suffix = traced, config, suffix
-        self._folder = tempfile.TemporaryDirectory(prefix="qtrace-float-")
+        self._temporary = tempfile.TemporaryDirectory(prefix="qtrace-float-")
+        self.folder = Path(self._temporary.name)
 
     def __enter__(self) -> FloatFile:
         return self
@@ -49,7 +53,7 @@ class FloatFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._folder.cleanup()
+        self._temporary.cleanup()
 
     @functools.cached_property
     def prepared(self) -> TracedModule:
@@ -72,7 +76,7 @@ class FloatFile:
         Raises:
             ExportError: when the graph lacks such a form.
         """
-        path = Path(self._folder.name) / f"float{self.suffix}"
+        path = self.folder / f"float{self.suffix}"
         export(self.converted, path)
         return path
 

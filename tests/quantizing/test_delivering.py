@@ -253,6 +253,20 @@ def test_the_file_of_the_user_is_what_it_is_measured_against(
     assert result.to_dict()["speed"]["reference"] == "your file"
 
 
+def test_next_to_the_file_of_the_user_no_float_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cost a second of a run that needs no other float file, as where the network selects rows."""
+    traced = qtrace.trace(_module(), DATA[:2], check=False)
+    own = qtrace.export(traced, tmp_path / "own.onnx")
+    config = as_qconfig({"placement": "everything"})
+    prepared = qtrace.calibrate(qtrace.prepare(traced, config), [DATA], progress=False)
+    path = qtrace.export(qtrace.convert(prepared), tmp_path / "out.onnx")
+    monkeypatch.setattr(FloatFile, "path", property(lambda twin: pytest.fail("a float file is written")))
+    delivery = _measure(path, prepared, traced, config, own=own, timer=lambda *_, **__: [IN_FLOAT, SAME])
+    assert delivery.speed is SAME
+
+
 def test_a_float16_file_is_not_replaced_for_its_speed_on_a_cpu(tmp_path: Path) -> None:
     """Its ops gain their time elsewhere; the float file that is measured beside it is in float32."""
     traced = qtrace.trace(_module(), DATA[:2], check=False)

@@ -244,12 +244,11 @@ class File:
         try:
             run = self._run_batch(start, note, exact, explain=False)
         except (*ENGINE_ERRORS, QtraceError):
-            if runs_at(self.model.module, start.batch):
-                self._run_batch(start, note, exact)
-                raise
             for report, state in before:
                 vars(report).update(state)
-            return None
+            if not runs_at(self.model.module, start.batch):
+                return None
+            run = self._run_batch(start, op_by_op, exact)  # says what is wrong, if that was not by chance
         say_other_size(self.path, start.batch)
         return run
 

@@ -249,14 +249,9 @@ def register_shared_arena() -> bool:
 
     memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
     ort.create_and_register_allocator(memory, None)
-    when_returning(shrink_shared_arena)
+    when_returning(functools.partial(_run_smallest, shrink=True))
     _run_smallest()  # the first piece of the memory, which is as large as its first use, is never given back
     return True
-
-
-def shrink_shared_arena() -> None:
-    """Gives what the shared memory has free back to the system."""
-    _run_smallest(shrink=True)
 
 
 def _run_smallest(shrink: bool = False) -> None:

@@ -352,13 +352,12 @@ class File:
         unsettled |= run.single.reordered_outputs(self.ends, run.runtime.outputs)
         nodes = self.model.module.graph.outputs
         values = zip(self.output_names, nodes, run.outputs, run.runtime.outputs, strict=True)
-        for index, (name, node, graph, runtime) in enumerate(values):
-            if runtime is None or name in unsettled or graph.shape != runtime.shape:
+        for index, (name, node, a, b) in enumerate(values):
+            if b is None or name in unsettled or a.shape != b.shape:
                 continue
-            groups = run.single.report.groups_of(index, name, graph)
-            pairs = (at_same_precision(g.select(graph), g.select(runtime)) for g in groups)
-            if any(sqnr_db(*pair) < min_sqnr_db for pair in pairs):
-                return Disagreement(node.name, graph, runtime)
+            groups = run.single.report.groups_of(index, name, a)
+            if any(sqnr_db(*at_same_precision(g.select(a), g.select(b))) < min_sqnr_db for g in groups):
+                return Disagreement(node.name, a, b)
         return None
 
 

@@ -222,8 +222,7 @@ class Tallies:
         for index, (name, a, b) in enumerate(zip(names, graph, runtime, strict=True)):
             if b is None or not self.compares(mode, f"output {name}", a, b):
                 continue
-            unsettled = name in selected or name in ranked
-            if unsettled and sqnr_db(*at_same_precision(a, b)) < self.min_sqnr_db:
+            if name in {*selected, *ranked} and sqnr_db(*at_same_precision(a, b)) < self.min_sqnr_db:
                 if name in selected:
                     self.note_rows(mode, f"output {name}", a, b)
                 else:
@@ -280,9 +279,8 @@ class Tallies:
                     "give the network that was quantized."
                 )
             for group in self.groups_of(index, name, f):
-                by_graph, by_runtime = at_same_precision(group.select(a), group.select(b))
-                values = (group.select(f), by_graph, by_runtime, group.select(g))
-                sums.setdefault(group.name, Closeness()).add(*values)
+                pair = at_same_precision(group.select(a), group.select(b))
+                sums.setdefault(group.name, Closeness()).add(group.select(f), *pair, group.select(g))
 
     def add_selected(self, mode: str, shares: Sequence[Share]) -> None:
         """Adds how many of the rows that the runtime selects in one batch are float's."""
@@ -481,8 +479,8 @@ def too_many(differing: int, values: int, least_equal: float) -> bool:
 def at_same_precision(graph: np.ndarray, runtime: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns a column group on both sides as float32, rounded to float16 if the runtime returns it so.
 
-    Between 0 and 1, where probabilities are, values are equal up to two steps of float32 at 1: a Sigmoid
-    (onnxruntime's, for one) is not computed more exactly, however small its value is.
+    Between 0 and 1, where probabilities are, values are equal up to two steps of float32 at 1. Runtimes such
+    as onnxruntime compute a Sigmoid no more exactly, however small its value is.
 
     Args:
         graph: the graph's value.

@@ -141,9 +141,8 @@ class FloatCheck:
 
 def _lowest_ratio(right: Sequence[np.ndarray], own: Sequence[np.ndarray]) -> float:
     """Returns the ratio of the worst output in dB, of those that have the same shape."""
-    pairs = zip(right, own, strict=False)
-    same = ((a, b) for a, b in pairs if a is not None and b is not None and a.shape == b.shape)
-    return min((sqnr_db(a, b) for a, b in same), default=math.inf)
+    both = [(a, b) for a, b in zip(right, own, strict=False) if a is not None and b is not None]
+    return min((sqnr_db(a, b) for a, b in both if a.shape == b.shape), default=math.inf)
 
 
 # verify: runs an exported file in its real runtime and compares its integers with the graph's.
@@ -362,12 +361,11 @@ class _Rows:
         """
         if not differ(self.run.graph.tape.places, places):
             return SameRows(self.floats, self.floats, self.run.graph.outputs, self.shares, self.shares)
-        args, kwargs = self.run.arguments
         graph = EndToEnd(self.file, places, self.run.graph.given)
-        graph.compute_in(self.file.lanes, args, kwargs)
+        graph.compute_in(self.file.lanes, *self.run.arguments)
         if self.exact is None:
             return SameRows((), (), graph.outputs)
-        replayed, shares = self.exact.replay(args, kwargs, self.run.number, places)
+        replayed, shares = self.exact.replay(*self.run.arguments, self.run.number, places)
         return SameRows(self.floats, replayed, graph.outputs, self.shares, shares)
 
 

@@ -97,7 +97,6 @@ def _parameters(path: Path) -> Counter[tuple[Any, ...]]:
     return Counter(tuple((a.dtype.name, a.shape, a.tobytes()) for a in found) for found in arrays)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("activations", ["QUInt8", "QInt8", "QUInt16"])
 @pytest.mark.parametrize("form", ["QDQ", "QOperator"])
 def test_files_of_onnxruntime_give_equal_outputs(tmp_path: Path, form: str, activations: str) -> None:

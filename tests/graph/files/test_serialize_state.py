@@ -283,7 +283,6 @@ def test_graphs_are_made_of_megengines_own_parts(tmp_path):
             load(path)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("key", "reason"),
     [

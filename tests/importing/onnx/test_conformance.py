@@ -38,13 +38,17 @@ def test_stored_conformance_has_enough_equal_cases_and_none_wrong() -> None:
             assert DIFFERENT.issuperset(case for cases in op.get("wrong", {}).values() for case in cases)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_files_give_what_is_stored(kind: str) -> None:
     verdicts = measure([kind])
     assert {v.case for v in verdicts if v.verdict == "equal"} == equal(kind)
     refused = {"refused" for op in STORED[kind].values() if op.get("refused")}
     assert {v.verdict for v in verdicts} == {"equal"} | refused
+
+
+def test_a_node_of_each_op_gives_what_is_stored() -> None:
+    chosen = {op["equal"][-1] for op in STORED["node"].values() if op["equal"]}
+    assert {v.case for v in measure(chosen) if v.verdict == "equal"} >= chosen
 
 
 @pytest.mark.slow
@@ -65,7 +69,6 @@ def test_light_networks_run_on_integers() -> None:
     assert min(share["integers"] for share in stored.values()) >= 0.99
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["light_squeezenet", "light_shufflenet"])
 def test_a_light_network_gives_the_share_that_is_stored(name: str) -> None:
     stored = json.loads(FILE.read_text(encoding="utf-8"))["shares"]

@@ -104,7 +104,6 @@ def test_a_gradient_passes_through_it_while_quantized(name: str, tmp_path: Path)
     assert all(np.isfinite(p.grad.numpy()).all() for p in parameters.values() if p.grad is not None)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("op", _GATES)
 def test_layers_of_other_settings_share_their_weights(op: str, tmp_path: Path) -> None:
     net, rows = Net(), _GATES[op] * 6

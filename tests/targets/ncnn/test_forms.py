@@ -173,13 +173,11 @@ def _attention(y: Any) -> Any:
     return F.concat([mixed, mixed], axis=2)
 
 
-@pytest.mark.quick(12)
 @pytest.mark.parametrize("name", IMAGES)
 def test_images(name: str, tmp_path: Path) -> None:
     _verified(IMAGES[name], IMAGE, tmp_path)
 
 
-@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_sequences(name: str, tmp_path: Path) -> None:
     _verified(SEQUENCES[name], TOKENS, tmp_path)

@@ -204,7 +204,6 @@ ROWS = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_is_taken_or_counted_by_a_size(tmp_path: Path, name: str) -> None:
     nodes = [

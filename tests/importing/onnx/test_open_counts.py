@@ -20,6 +20,7 @@ def test_stored_open_axes_are_mostly_kept_and_never_wrong() -> None:
     assert not [reason for reason in reasons if reason.startswith("wrong")]
 
 
+@pytest.mark.slow  # onnx makes all its tests, which takes seconds
 @pytest.mark.parametrize("op", ["Conv", "Resize", "Softmax"])
 def test_an_op_keeps_the_axes_that_are_stored(op: str) -> None:
     counts = count_all([op])

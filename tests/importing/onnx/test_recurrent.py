@@ -48,7 +48,6 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_recurrent_node_becomes_a_layer_and_the_same_node_again(name: str, tmp_path: Path) -> None:
     path = save(_model(**FORMS[name]), tmp_path / "net.onnx")

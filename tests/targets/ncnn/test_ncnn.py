@@ -299,7 +299,6 @@ REFUSED: dict[str, tuple[M.Module, Any, str]] = {
 }
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_by_node_and_nothing_is_written(case: str, tmp_path: Path) -> None:
     module, config, problem = REFUSED[case]

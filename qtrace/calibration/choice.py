@@ -253,7 +253,7 @@ class _ComparedEngine(ExplainedEngine):
             self._megengine.run(arguments, index, observe)
             return
         shapes = self._shapes(arguments)
-        if shapes not in self._reasons and not self._agree_on_part(arguments, index, shapes):
+        if shapes not in self._reasons:
             self._run_new_shapes(arguments, index, shapes, observe)
             return
         engine = self._megengine if self._reasons[shapes] else self._fast
@@ -263,27 +263,33 @@ class _ComparedEngine(ExplainedEngine):
             raise CalibrationError(f"batch {index}: {error}. Use engine megengine.") from error
 
     def _shapes(self, arguments: Arguments) -> Signature:
-        args, kwargs = arguments
-        _, (_, *tensors) = Interpreter(self._prepared).bind(args, kwargs)
+        _, (_, *tensors) = Interpreter(self._prepared).bind(*arguments)
         return tuple(tuple(int(n) for n in t.shape) for t in tensors)
 
     def _run_new_shapes(self, arguments: Arguments, index: int, shapes: Signature, observe: Observe) -> None:
         """Compares both engines on a batch, and observes the values of the fast one if they agree."""
-        values: dict[str, np.ndarray] = {}
+        values, observed = dict[str, np.ndarray](), set[str]()
+        agreed = self._agree_on_part(arguments, index)
+
+        def observe_once(node: str, value: np.ndarray) -> None:
+            if node not in observed:  # before the fast engine refused another part of the graph
+                observed.add(node)
+                observe(node, value)
+
         try:
-            self._fast.run(arguments, index, values.__setitem__)
+            self._fast.run(arguments, index, observe_once if agreed else values.__setitem__)
         except EngineError as error:
             reason = str(error)
         else:
-            reason = self._compare(arguments, index, values)
+            reason = "" if agreed else self._compare(arguments, index, values)
         self._reasons[shapes] = reason
         if reason:
-            self._megengine.run(arguments, index, observe)
+            self._megengine.run(arguments, index, observe_once)
             return
         for name in list(values):
             observe(name, values.pop(name))
 
-    def _agree_on_part(self, arguments: Arguments, index: int, shapes: Signature) -> bool:
+    def _agree_on_part(self, arguments: Arguments, index: int) -> bool:
         """Whether both engines agree on a part of a batch; if not, they may on the whole batch."""
         samples = first_samples(arguments, _compared_samples(self._prepared)) or arguments
         (part,) = cut_images([samples], self._prepared)
@@ -294,12 +300,9 @@ class _ComparedEngine(ExplainedEngine):
             self._fast.run(part, index, values.__setitem__)
             # A comparison of empty values or of zeros proves nothing.
             observed = (value for node, value in values.items() if node not in self._unobserved)
-            if not all(value.any() for value in observed) or self._compare(part, index, values):
-                return False
+            return all(value.any() for value in observed) and not self._compare(part, index, values)
         except (EngineError, CalibrationError):  # the graph takes no other number of samples
             return False
-        self._reasons[shapes] = ""
-        return True
 
     def _compare(self, arguments: Arguments, index: int, values: Mapping[str, np.ndarray]) -> str:
         """Compares ``values`` of the fast engine with MegEngine's; returns why it must not run, or ""."""
@@ -331,8 +334,7 @@ def _traced_samples(prepared: TracedModule) -> set[int]:
 
 def _growth(prepared: TracedModule, arguments: Arguments) -> float:
     """Returns the size of a batch as a multiple of the traced one; the work is assumed to grow with it."""
-    args, kwargs = arguments
-    _, (_, *tensors) = Interpreter(prepared).bind(args, kwargs)
+    _, (_, *tensors) = Interpreter(prepared).bind(*arguments)
     traced = (math.prod(node.shape or ()) for node in prepared.graph.inputs if isinstance(node, TensorNode))
     return sum(math.prod(tensor.shape) for tensor in tensors) / max(1, sum(traced))
 

@@ -268,6 +268,35 @@ def test_engines_are_compared_on_the_middle_of_a_large_image(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("eager")
+def test_a_batch_that_is_refused_after_its_part_agreed_is_observed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph in several parts may be refused after values of the first one were observed."""
+
+    class Refusing(OnnxRuntime):
+        def run(self, arguments: Any, index: int, observe: Callable[[str, np.ndarray], None]) -> None:
+            whole = len(arguments[0][0]) == 4
+            for node, value in self._values(arguments, index).items():
+                observe(node, value)
+                if whole:
+                    raise EngineError("the second part takes no four samples")
+
+        def _values(self, arguments: Any, index: int) -> dict[str, np.ndarray]:
+            values = dict[str, np.ndarray]()
+            super().run(arguments, index, values.__setitem__)
+            return values
+
+    prepared = _prepared(Chain(3, 3))
+    expected = collect(prepared, enumerate([_X]), CollectOptions("megengine")).statistics
+    monkeypatch.setattr(choice, "OnnxRuntime", Refusing)
+    once = collect(prepared, enumerate([_X]), CollectOptions("auto", batches=2))
+    assert "the second part takes no four samples" in once.chosen.reason
+    for group, observer in expected.observers.items():
+        own = once.statistics.observers[group].state_dict()
+        assert own["batches"] == observer.state_dict()["batches"]
+
+
+@pytest.mark.usefixtures("eager")
 def test_where_the_first_batch_is_refused_no_other_takes_another_engine() -> None:
     """Workers and resumed runs are told the engine of the first batch; all must end in the same bits."""
     prepared = qtrace.prepare(qtrace.trace(Chain(3, 3), _X, check=False))

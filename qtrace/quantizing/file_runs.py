@@ -38,7 +38,7 @@ class FloatFile:
         suffix: the suffix of the quantized file.
 
     Attributes:
-        folder: the folder.
+        folder: where the file is written.
     """
 
     def __init__(self, traced: TracedModule, config: QConfig, suffix: str) -> None:

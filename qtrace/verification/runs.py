@@ -357,7 +357,7 @@ class File:
                 continue
             groups = run.single.report.groups_of(index, name, a)
             if any(sqnr_db(*at_same_precision(g.select(a), g.select(b))) < min_sqnr_db for g in groups):
-                return Disagreement(node.name, a, b)
+                return Disagreement(node.name, *at_same_precision(a, b))
         return None
 
 

@@ -80,8 +80,13 @@ _NOT_LOADED = {"map_resize_cubic_outside"}
 _QUANTIZED = sorted(set(FORMS) - _NOT_LOADED)
 _SAMPLED = _QUANTIZED[::8]
 # Sizes that integers decide, and a node that onnxruntime refuses between roundings.
-_QUICK = ("convtranspose_output_shape", "loop_of_collected", "map_averagepool_dilated")
-_QUICK += ("random_crop_of_sizes", "topk_computed")
+_QUICK = (
+    "convtranspose_output_shape",
+    "loop_of_collected",
+    "map_averagepool_dilated",
+    "random_crop_of_sizes",
+    "topk_computed",
+)
 
 
 def _marks(name: str) -> tuple[Any, ...]:

@@ -56,8 +56,7 @@ def at_other_sizes(path: Path, model: TracedModule, batch: Any) -> list[list[tup
     axes = [axis for axis in opened if axis.size not in batch_sizes]
     if not axes:
         return []
-    args, kwargs = as_arguments(batch, model, 0)
-    _, (_, *tensors) = Interpreter(model).bind(args, kwargs)
+    _, (_, *tensors) = Interpreter(model).bind(*as_arguments(batch, model, 0))
     nodes = [node for node in model.graph.inputs if isinstance(node, TensorNode)]
     arrays = {str(n.name): t.numpy() for n, t in zip(nodes, tensors, strict=True)}
     if any(axis.axis >= arrays[axis.input].ndim for axis in axes):

@@ -31,7 +31,7 @@ from qtrace.onnxfile.external_data import read_model
 from qtrace.onnxfile.kernels import has_large_signed_weights
 from qtrace.plugins.options import check_arguments
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process import on_engine_thread, return_free_memory, returns_memory
+from qtrace.process import LargeFrees, on_engine_thread, return_free_memory, returns_memory
 from qtrace.runtimes.child import RefusalError
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.crosscheck import cross_check
@@ -215,9 +215,8 @@ def verify(
     check = FloatCheck(path, converted, chosen, first)
     with check.explain():
         file = File(path, model, by_sample(chosen.open(path, False), model))
-        deployed = None
-        if optimized and runs_optimized(chosen, backend):
-            deployed = by_sample(chosen.open(path, True), model)
+        optimized = optimized and runs_optimized(chosen, backend)
+        deployed = by_sample(chosen.open(path, True), model) if optimized else None
         report = file.report(max_lsb, min_equal, limit)
         report.side, report.client = getattr(file.session, "side", {}), getattr(file.session, "remark", "")
         report.runtime = describe_choice(chosen, backend) if runtime is None else ""
@@ -232,7 +231,7 @@ def verify(
             report.unknown_processor = has_large_signed_weights(read_model(path))
         return_free_memory()  # of sessions that were opened
         with evaluating(model.module):
-            floats = exact or FloatOutputs(model, None)
+            floats, frees = exact or FloatOutputs(model, None), LargeFrees()
 
             def others() -> list[list[tuple[np.ndarray, ...]]]:
                 return at_other_sizes(path, converted, first[0]) if first and not own else []
@@ -245,8 +244,9 @@ def verify(
                     _cross_check(file, converted, run, limit, report)
                 _compare_outputs(file, run, deployed, exact, report)
                 check.note(run)
+                freed = sum(integers.nbytes for integers in run.runtime.integers.values())
                 del run  # its integers, before the next batch has its own
-                return_free_memory()
+                frees.note(freed)
     if report.kernels is not None and report.kernels.wrong and not report.passed:
         from qtrace.export.onnx.whole_columns import has_odd_columns
 

@@ -14,8 +14,9 @@ import pytest
 from megengine import Tensor
 
 import qtrace
+from qtrace import process
 from qtrace.errors import CalibrationError
-from qtrace.process import Together
+from qtrace.process import LargeFrees, Together
 from qtrace.targets.onnxruntime import runtime
 from qtrace.targets.onnxruntime.runtime import OnnxSession
 from qtrace.verification import verify
@@ -126,12 +127,16 @@ def test_of_two_large_batches_only_one_has_its_integers_in_memory(
 
     monkeypatch.setattr(OnnxSession, "run", run)
     monkeypatch.setattr(runtime, "open_session", open_session)
-    monkeypatch.setattr(
-        verify, "return_free_memory", lambda: alive.append(sum(run() is not None for run in runs))
-    )
+
+    def count() -> None:
+        alive.append(sum(made() is not None for made in runs))
+
+    monkeypatch.setattr(verify, "return_free_memory", count)
+    monkeypatch.setattr(process, "return_free_memory", count)
+    monkeypatch.setattr(verify, "LargeFrees", lambda: LargeFrees(least=1))
     batches = (images(2, 3, 8, 8, seed=number) for number in range(3))
     assert qtrace.verify(path, converted, batches).passed
-    assert alive == [0, 0, 0, 0]  # before the first batch, and after each
+    assert alive == [0, 0, 0, 0, 0]  # before the first batch, after each, and at the end
     assert shared
     assert all(shared)
 

@@ -73,9 +73,7 @@ class FloatFile:
         Raises:
             ExportError: when the graph lacks such a form.
         """
-        path = self.folder / f"float{self.suffix}"
-        export(self.converted, path)
-        return path
+        return export(self.converted, self.folder / f"float{self.suffix}")
 
 
 _ONE_THREAD = SessionSettings(threads=1)

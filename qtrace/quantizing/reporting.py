@@ -12,6 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
+from qtrace.process import return_free_memory
+
 # The folder of a calibrated graph: both models, the report, the explanation, the verdict and its cure.
 
 QUANTIZED = "quantized.mge"
@@ -120,6 +122,8 @@ class StageTimes:
     def measure(self, stage: str) -> Iterator[None]:
         """Measures the block, and writes its time and its processor time to the log (INFO).
 
+        What it has freed goes back to the system.
+
         Args:
             stage: the name of the stage.
         """
@@ -127,6 +131,7 @@ class StageTimes:
         self._seconds.setdefault(stage, 0.0)
         try:
             yield
+            return_free_memory()
         finally:
             seconds = time.perf_counter() - start
             self._seconds[stage] += seconds

@@ -144,7 +144,8 @@ class _File(Original):
         def run(batch: Batch) -> list[np.ndarray]:
             given = dict(zip(inputs, input_values(self._traced, batch, 0), strict=True))
             feeds = {n: v.astype(kinds[n] or v.dtype, copy=False) for n, v in given.items() if n in kinds}
-            return session.run(outputs, feeds)
+            # A kept output of the session would keep all the memory of its run.
+            return [value.copy() for value in session.run(outputs, feeds)]
 
         return run
 

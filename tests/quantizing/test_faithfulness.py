@@ -188,6 +188,13 @@ def test_a_network_of_random_numbers_is_not_compared(
     assert "draws random numbers" in caplog.text
 
 
+def test_outputs_of_a_file_hold_none_of_the_memory_of_its_session(tmp_path: Path) -> None:
+    path = save(model([node("Relu", "x", "y")], {"x": (1, 3, 4, 4)}, ["y"], {}), tmp_path)
+    original = open_original(path, qtrace.from_onnx(path))
+    assert original is not None
+    assert [value.flags.owndata for value in original.start()((images(1, 3, 4, 4),))] == [True]
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("source", ["file", "graph"])
 @pytest.mark.parametrize(

@@ -33,3 +33,11 @@ def test_a_stage_that_fails_has_its_time() -> None:
     with pytest.raises(ValueError, match="no"), times.measure("export"):
         raise ValueError("no")
     assert times.seconds.keys() == {"export"}
+
+
+def test_what_a_stage_has_freed_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(reporting, "return_free_memory", lambda: given.append("back"))
+    with StageTimes().measure("judge"):
+        assert not given
+    assert given == ["back"]

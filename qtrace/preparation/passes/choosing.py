@@ -156,6 +156,8 @@ class _Chooser:
         engine: SegmentEngine | None = None,
     ) -> None:
         self.model, self.config = model, model.config
+        if self.config.effective_placement == "fastest":  # which row is taken changes none of them
+            self.config = self.config.model_copy(update={"placement": "balanced"})
         self.base = _strip(flatten(reference))
         self.notes = {note.name: note for note in model.annotation.notes}
         self.table, self.table_name = read_table(self.config, backends.get(self.config.backend))
@@ -178,11 +180,8 @@ class _Chooser:
         """Returns the graph in float, but for what the config has on integers."""
         point = in_float(self.problem)
         graph = self._switch(point)
-        return (
-            self.measure(point, graph)
-            if any(point.labels.values())
-            else _Candidate(point, graph, RoundingTrial())
-        )
+        some = any(point.labels.values())
+        return self.measure(point, graph) if some else _Candidate(point, graph, RoundingTrial())
 
     def balance(self, fastest: _Candidate) -> _Candidate:
         """Returns the labelling with the best price of time and noise; float if none is worth its noise.

@@ -123,6 +123,19 @@ def test_a_preference_takes_its_row(prefer: Any, count: int | None) -> None:
     np.testing.assert_array_equal(qtrace.convert(model.module)(x).numpy(), model.module(x).numpy())
 
 
+def test_rows_are_the_same_whichever_is_taken() -> None:
+    configs = [CONFIG, {**CONFIG, "placement": "fastest"}]
+    models = [
+        _calibrated(_module(3000.0), config, prefer=row) for config in configs for row in (None, "speed")
+    ]
+    models.append(_calibrated(_module(3000.0), configs[1], prefer="balanced"))
+    placements = [model.annotation.placement for model in models]
+    assert [placement.chosen for placement in placements] == ["balanced", *["fastest"] * 3, "balanced"]
+    sizes = [[(row.name, row.speed, row.bytes) for row in placement.rows] for placement in placements]
+    assert sizes == sizes[:1] * 5
+    assert _states(models[4]) == _states(models[0])
+
+
 def test_rules_win_over_the_choice() -> None:
     rules = [{"match": {"op": "conv2d"}, "quantize": True}]
     assert _states(_calibrated(_module(3000.0), {**CONFIG, "rules": rules})) == ["int"] * 3

@@ -123,7 +123,7 @@ def _run(model: Path, samples: Path, kind: str, folder: Path) -> dict[str, Any]:
     command = [sys.executable, str(_WORKER), str(model.resolve()), str(samples), kind, str(folder / "o.onnx")]
     process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if process.returncode:
-        raise RuntimeError(f"{kind}: {process.stderr.strip().splitlines()[-1:]}")
+        raise RuntimeError(f"{kind}: {process.stderr.strip()}")
     result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return result
 

@@ -52,7 +52,7 @@ def _run(tree: Path, model: Path, samples: Path, recipe: str) -> Mapping[str, fl
     environment = {**os.environ, "PYTHONPATH": str(tree.resolve())}
     process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tree)
     if process.returncode:
-        raise RuntimeError(f"{tree}: {process.stderr.strip().splitlines()[-1:]}")
+        raise RuntimeError(f"{tree}: {process.stderr.strip()}")
     seconds: Mapping[str, float] = json.loads(process.stdout.splitlines()[-1])
     return seconds
 

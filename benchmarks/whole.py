@@ -125,7 +125,7 @@ def _stages(
 ) -> Mapping[str, Sequence[float]]:
     process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tree)
     if process.returncode:
-        raise RuntimeError(f"{tree}: {process.stderr.strip().splitlines()[-1:]}")
+        raise RuntimeError(f"{tree}: {process.stderr.strip()}")
     stages: Mapping[str, Sequence[float]] = json.loads(process.stdout.splitlines()[-1])
     return stages
 

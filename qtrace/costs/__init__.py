@@ -200,9 +200,7 @@ def _slope(points: Mapping[Point, float], axis: int) -> float:
 _BLOCK = 16  # channels in a vector register of AVX-512, and in a block of integer kernels
 _PAGE = 1024  # floats: addresses that are pages apart share a line of the nearest cache
 STEM_CHANNELS = 8  # fewer input channels than this have kernels that read the image as it is
-# Kind of a convolution -> the number of axes that it slides along, which its name has.
-_CONVS = {kind: int(kind[-2]) for kind in ("conv1d", "conv2d", "conv3d")}
-_TRANSPOSED = {kind: int(kind[-2]) for kind in ("conv_transpose2d", "conv_transpose3d")}
+_CONVS, _TRANSPOSED = ("conv1d", "conv2d", "conv3d"), ("conv_transpose2d", "conv_transpose3d")
 _ROWS = ("softmax", "logsoftmax", "layer_norm", "rms_norm")
 _REDUCTIONS = ("mean", "sum", "max", "min", "adaptive_avg_pool2d", "adaptive_max_pool2d")
 _BINARY = (
@@ -259,15 +257,15 @@ def families(op: OpShape) -> tuple[Family, ...]:
     if op.weight and op.kind in (*_CONVS, *_TRANSPOSED) and not _is_layer(op):
         return ()
     if op.kind in _CONVS and op.weight:
-        candidates = _conv(op, _CONVS[op.kind])
+        candidates = _conv(op)
     elif op.kind in _TRANSPOSED and op.weight:
-        candidates = _transposed(op, _TRANSPOSED[op.kind])
+        candidates = _transposed(op)
     elif op.kind in ("linear", "matmul") and op.inputs[0] and op.outputs[0]:
         candidates = _product(op)
     elif op.kind in _BINARY.split():
         candidates = _binary(op)
     elif op.kind in _REDUCTIONS:
-        candidates = _reduction(op)
+        candidates = [Family("", (numel(op.inputs[0]),))]  # elements of the input, which are all read once
     elif op.kind in _ROWS:
         length = op.inputs[0][-1] if op.inputs[0] else 1
         candidates = [Family("", (numel(op.inputs[0]) / max(length, 1), length))]
@@ -292,8 +290,13 @@ def _reorder(op: OpShape) -> list[Family]:
 
 
 def _is_layer(op: OpShape) -> bool:
-    """Whether the shapes of a convolution have samples and channels, and groups divide these."""
-    return op.groups > 0 and all(len(shape) > 1 for shape in (*op.inputs[:1], *op.outputs[:1], op.weight))
+    """Whether the shapes of a convolution have samples, channels and places, and there are groups."""
+    return op.groups > 0 and all(len(shape) > 2 for shape in (*op.inputs[:1], *op.outputs[:1], op.weight))
+
+
+def _area(op: OpShape) -> int:
+    """Returns the size of a convolution's kernel, which has as many axes as a sample has beside channels."""
+    return numel(op.weight[2 - len(op.outputs[0]) :])
 
 
 def _elements(shapes: tuple[tuple[int, ...], ...]) -> int:
@@ -310,9 +313,9 @@ def _blocks(channels: int) -> int:
     return math.ceil(channels / _BLOCK) * _BLOCK
 
 
-def _conv(op: OpShape, axes: int) -> list[Family]:
+def _conv(op: OpShape) -> list[Family]:
     """Coordinates: multiplications of one output, output channels, output pixels of all samples."""
-    area = numel(op.weight[-axes:])
+    area = _area(op)
     outputs = op.outputs[0][1]
     pixels = numel(op.outputs[0]) // max(outputs, 1)
     inputs = op.inputs[0][1] // op.groups
@@ -348,11 +351,11 @@ def _depthwise(name: str, area: int, channels: int, pixels: int) -> list[Family]
     return [Family(f"{name}, odd channels", exact), Family("depthwise, odd channels", exact), *candidates]
 
 
-def _transposed(op: OpShape, axes: int) -> list[Family]:
+def _transposed(op: OpShape) -> list[Family]:
     """Coordinates: input channels, outputs of one input pixel, input pixels of all samples."""
     channels = op.inputs[0][1]
     pixels = numel(op.inputs[0]) // max(channels, 1)
-    each = op.outputs[0][1] // op.groups * numel(op.weight[-axes:])
+    each = op.outputs[0][1] // op.groups * _area(op)
     return [Family("", (channels // op.groups, each, pixels))]
 
 
@@ -377,11 +380,6 @@ def _binary(op: OpShape) -> list[Family]:
     if op.stored:
         return [Family(f"stored {n}", (size,)) for n in (name, "scalar", "broadcast")]
     return [Family(n, (size,)) for n in (name, "broadcast", "same")]
-
-
-def _reduction(op: OpShape) -> list[Family]:
-    """Coordinates: elements of the input, which are all read once."""
-    return [Family("", (numel(op.inputs[0]),))]
 
 
 # The instruction sets of this processor, by which a packaged table of costs is chosen.

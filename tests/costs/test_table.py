@@ -73,12 +73,23 @@ def test_an_input_pixel_of_a_transposed_layer_gives_the_outputs_of_its_kernel_in
     assert family.at == (6 // 2, 4 // 2 * 2 * 3, 2 * 5 * 5)
 
 
+@each_of("places", [(300,), (300, 1), (300, 1, 1)])
+def test_convolutions_along_any_number_of_axes_cost_what_they_multiply(places):
+    sizes, kernel = (1, 64, *places), tuple(min(size, 9) for size in places)
+    op = OpShape(f"conv{len(places)}d", (sizes,), (sizes,), (64, 64, *kernel), (1,) * len(places))
+    exact = OpShape("conv2d", ((1, 64, 300, 1),), ((1, 64, 300, 1),), (64, 64, 9, 1), (1, 1))
+    assert TABLE.seconds(op, FLOAT) == TABLE.seconds(exact, FLOAT)
+    # As nodes of an ONNX file, whose kind is the same for any number of axes.
+    assert families(replace(op, kind="conv2d")) == families(exact)
+
+
 @each_of(
     "op",
     [
         OpShape("conv2d", ((),), ((),), weight=(4, 4, 3, 3)),
         OpShape("conv2d", ((1, 4, 8, 8),), ((4,),), weight=(4, 4, 3, 3)),
         OpShape("conv2d", ((1, 4, 8, 8),), ((1, 4, 8, 8),), weight=(4, 4, 3, 3), groups=0),
+        OpShape("conv2d", ((1, 4),), ((1, 4),), weight=(4, 4)),
         OpShape("conv_transpose2d", ((8,),), ((1, 4, 8, 8),), weight=(4, 4, 2, 2)),
     ],
 )

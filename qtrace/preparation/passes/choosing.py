@@ -156,7 +156,7 @@ class _Chooser:
         engine: SegmentEngine | None = None,
     ) -> None:
         self.model, self.config = model, model.config
-        if self.config.effective_placement == "fastest":  # which row is taken changes none of them
+        if (note := model.annotation.placement) and note.mode == "fastest":  # the row changes no labels
             self.config = self.config.model_copy(update={"placement": "balanced"})
         self.base = _strip(flatten(reference))
         self.notes = {note.name: note for note in model.annotation.notes}
@@ -286,7 +286,7 @@ class _Chooser:
         problem = build_problem(view, chains, self.table).with_noise(*self.noise)
         labels = {unit.name: point.labels.get(unit.name, False) for unit in problem.units}
         own = Point(labels, evaluate(problem, labels))
-        mode = placement.mode if any(labels.values()) else "float"
+        mode = "balanced" if any(labels.values()) else "float"
         note = replace(write_note(problem, own, mode, self.table_name), centred=placement.centred)
         placing = execute(view, chains, problem, own, note)
         view = replace(view, choices=placing.choices, placed=placing.reasons)

@@ -124,16 +124,26 @@ def test_a_preference_takes_its_row(prefer: Any, count: int | None) -> None:
 
 
 def test_rows_are_the_same_whichever_is_taken() -> None:
-    configs = [CONFIG, {**CONFIG, "placement": "fastest"}]
+    configs = [{**CONFIG, "ptq": ["fuse_bn"], "placement": name} for name in ("balanced", "fastest")]
     models = [
         _calibrated(_module(3000.0), config, prefer=row) for config in configs for row in (None, "speed")
     ]
     models.append(_calibrated(_module(3000.0), configs[1], prefer="balanced"))
     placements = [model.annotation.placement for model in models]
     assert [placement.chosen for placement in placements] == ["balanced", *["fastest"] * 3, "balanced"]
-    sizes = [[(row.name, row.speed, row.bytes) for row in placement.rows] for placement in placements]
+    sizes = [
+        [(row.name, row.speed, row.sqnr, row.bytes) for row in placement.rows] for placement in placements
+    ]
     assert sizes == sizes[:1] * 5
     assert _states(models[4]) == _states(models[0])
+
+
+def test_noise_counts_only_in_layers_whose_rule_says_so_where_the_others_are_to_be_fast(table: Table) -> None:
+    table.share = 0.8
+    rule = {"match": {"name": "c"}, "placement": "balanced"}
+    mixed = {**CONFIG, "placement": "fastest", "rules": [rule]}
+    assert _states(_calibrated(_module(30.0))) == ["float", "float", "int"]
+    assert _states(_calibrated(_module(30.0), mixed)) == ["int"] * 3
 
 
 def test_rules_win_over_the_choice() -> None:

@@ -229,6 +229,7 @@ ALIKE_IN_FLOAT = {
     **dict.fromkeys(("log", "log1p", "expm1", "softplus", "logsigmoid"), "exp"),
     **dict.fromkeys(("sum", "adaptive_avg_pool2d"), "mean"),
     **dict.fromkeys(("max", "min"), "mean"),
+    "conv_transpose3d": "conv_transpose2d",
     "logsoftmax": "softmax",
     "gelu_tanh": "gelu",
     "rms_norm": "layer_norm",
@@ -270,8 +271,7 @@ def families(op: OpShape) -> tuple[Family, ...]:
         length = op.inputs[0][-1] if op.inputs[0] else 1
         candidates = [Family("", (numel(op.inputs[0]) / max(length, 1), length))]
     elif op.kind.startswith(("max_pool2d", "avg_pool2d")):
-        window = numel(op.weight) if op.weight else _window(op)
-        candidates = [Family("", (_elements(op.outputs), window))]
+        candidates = [Family("", (_elements(op.outputs), numel(op.weight)))]
     elif op.kind == "reorder":
         candidates = _reorder(op)
     elif op.kind in ("concat", "stack"):
@@ -295,17 +295,12 @@ def _is_layer(op: OpShape) -> bool:
 
 
 def _area(op: OpShape) -> int:
-    """Returns the size of a convolution's kernel, which has as many axes as a sample has beside channels."""
+    """Returns the size of a convolution's kernel, whose axes are those after samples and channels."""
     return numel(op.weight[2 - len(op.outputs[0]) :])
 
 
 def _elements(shapes: tuple[tuple[int, ...], ...]) -> int:
     return sum(numel(shape) for shape in shapes)
-
-
-def _window(op: OpShape) -> int:
-    """Returns the window of a pooling, guessed from its stride where the shape does not say it."""
-    return numel(op.stride) if op.stride else 4
 
 
 def _blocks(channels: int) -> int:

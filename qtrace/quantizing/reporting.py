@@ -122,7 +122,7 @@ class StageTimes:
     def measure(self, stage: str) -> Iterator[None]:
         """Measures the block, and writes its time and its processor time to the log (INFO).
 
-        What it has freed goes back to the system.
+        What it has freed goes back to the system if it succeeds.
 
         Args:
             stage: the name of the stage.

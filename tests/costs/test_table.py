@@ -83,6 +83,16 @@ def test_convolutions_along_any_number_of_axes_cost_what_they_multiply(places):
     assert families(replace(op, kind="conv2d")) == families(exact)
 
 
+def test_a_transposed_layer_along_three_axes_takes_as_long_as_one_along_two():
+    shapes = (
+        ((1, 8, 16, 16), (1, 4, 32, 64), (8, 4, 2, 4)),
+        ((1, 8, 4, 4, 16), (1, 4, 8, 8, 32), (8, 4, 2, 2, 2)),
+    )
+    ops = [OpShape(f"conv_transpose{len(w) - 2}d", (x,), (y,), w) for x, y, w in shapes]
+    times = [CostTable.load("onnxruntime").seconds(op, FLOAT) for op in ops]
+    assert times[0] == times[1] is not None
+
+
 @each_of(
     "op",
     [

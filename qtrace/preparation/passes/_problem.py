@@ -118,10 +118,10 @@ def op_shape(call: OpCall) -> OpShape:
     """Returns what the time of ``call`` depends on.
 
     The weight of a grouped convolution loses its leading axis, as runtimes store it. It is (outputs, inputs /
-    groups, height, width), or (inputs, outputs / groups, height, width) if it is transposed.
+    groups), or (inputs, outputs / groups) if it is transposed, before the sizes of the kernel.
     """
     groups = int(call.attrs.get("groups", 1))
-    weight = () if call.weight is None else shape_of(call.weight)
+    weight = call.attrs.get("kernel", ()) if call.weight is None else shape_of(call.weight)
     if groups > 1 and len(weight) > 3:
         weight = (math.prod(weight[:2]), *weight[2:])
     stride = call.attrs.get("stride", ())

@@ -102,6 +102,19 @@ def test_both_predictors_know_which_kernel_runs(forward, tmp_path, monkeypatch):
     assert slow == (POOLED[forward] == "plain")
 
 
+def _overlapping(self, x):
+    return self.b(F.max_pool2d(F.relu(self.a(x)), 5, 1, 2))
+
+
+def test_a_pooling_costs_what_its_window_takes(monkeypatch):
+    times = []
+    monkeypatch.setattr(problems, "time_pools", lambda *a: times.append(time_pools(*a)) or times[-1])
+    _integer_seconds(_overlapping, monkeypatch)
+    (taken,) = {t for t in times if t != PoolTimes()}
+    op = OpShape("max_pool2d", ((1, 32, 32, 32),), ((1, 32, 32, 32),), (5, 5), (1, 1))
+    assert taken == PoolTimes(TABLE.seconds(op, FLOAT), TABLE.seconds(op, INTEGER))
+
+
 @pytest.mark.parametrize(("forward", "kind"), [(_convolved, "max_pool2d"), (_ended, "max_pool2d")])
 def test_the_file_predictor_knows_the_channels_last(forward, kind, tmp_path):
     path = qtrace.export(_quantized(forward), tmp_path / "net.onnx")

@@ -75,7 +75,7 @@ def _run_worker(python: str, worker: str, *arguments: object) -> dict[str, list[
     command = [python, str(_WORKERS / worker), *map(str, arguments)]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode:
-        raise RuntimeError(f"{worker} failed: {process.stderr.strip()}")
+        raise RuntimeError(f"{worker} failed: {process.stderr.strip().splitlines()[-1:]}")
     return json.loads(process.stdout.splitlines()[-1])
 
 

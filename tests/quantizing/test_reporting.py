@@ -36,8 +36,8 @@ def test_a_stage_that_fails_has_its_time() -> None:
 
 
 def test_what_a_stage_has_freed_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[str] = []
-    monkeypatch.setattr(reporting, "return_free_memory", lambda: given.append("back"))
+    calls: list[str] = []
+    monkeypatch.setattr(reporting, "return_free_memory", lambda: calls.append("back"))
     with StageTimes().measure("judge"):
-        assert not given
-    assert given == ["back"]
+        assert not calls
+    assert calls == ["back"]

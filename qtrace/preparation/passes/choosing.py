@@ -156,7 +156,7 @@ class _Chooser:
         engine: SegmentEngine | None = None,
     ) -> None:
         self.model, self.config = model, model.config
-        if (note := model.annotation.placement) and note.mode == "fastest":  # the row changes no labels
+        if (note := model.annotation.placement) and note.mode == "fastest":  # rows are as for balanced
             self.config = self.config.model_copy(update={"placement": "balanced"})
         self.base = _strip(flatten(reference))
         self.notes = {note.name: note for note in model.annotation.notes}
@@ -180,8 +180,8 @@ class _Chooser:
         """Returns the graph in float, but for what the config has on integers."""
         point = in_float(self.problem)
         graph = self._switch(point)
-        some = any(point.labels.values())
-        return self.measure(point, graph) if some else _Candidate(point, graph, RoundingTrial())
+        on_integers = any(point.labels.values())
+        return self.measure(point, graph) if on_integers else _Candidate(point, graph, RoundingTrial())
 
     def balance(self, fastest: _Candidate) -> _Candidate:
         """Returns the labelling with the best price of time and noise; float if none is worth its noise.

@@ -94,10 +94,7 @@ def test_both_predictors_know_which_kernel_runs(forward, tmp_path, monkeypatch):
     (pool,) = (n for n in nodes if n.op_type.endswith("MaxPool"))
     plain = "plain" if pool.input[0] in rounded else "float"
     assert ("last" if pool.op_type == "NhwcMaxPool" else plain) == POOLED[forward]
-    times = []
-    monkeypatch.setattr(problems, "time_pools", lambda *a: times.append(time_pools(*a)) or times[-1])
-    _integer_seconds(forward, monkeypatch)
-    (taken,) = {t for t in times if t != PoolTimes()}
+    taken = _pool_times(forward, monkeypatch)
     slow = taken.integer_seconds > 5 * taken.float_seconds
     assert slow == (POOLED[forward] == "plain")
 
@@ -107,12 +104,10 @@ def _overlapping(self, x):
 
 
 def test_a_pooling_costs_what_its_window_takes(monkeypatch):
-    times = []
-    monkeypatch.setattr(problems, "time_pools", lambda *a: times.append(time_pools(*a)) or times[-1])
-    _integer_seconds(_overlapping, monkeypatch)
-    (taken,) = {t for t in times if t != PoolTimes()}
     op = OpShape("max_pool2d", ((1, 32, 32, 32),), ((1, 32, 32, 32),), (5, 5), (1, 1))
-    assert taken == PoolTimes(TABLE.seconds(op, FLOAT), TABLE.seconds(op, INTEGER))
+    assert _pool_times(_overlapping, monkeypatch) == PoolTimes(
+        TABLE.seconds(op, FLOAT), TABLE.seconds(op, INTEGER)
+    )
 
 
 @pytest.mark.parametrize(("forward", "kind"), [(_convolved, "max_pool2d"), (_ended, "max_pool2d")])
@@ -138,6 +133,15 @@ def test_the_plain_kernel_is_the_slow_one():
     shape = OpShape("max_pool2d", ((1, 64, 28, 28),), ((1, 64, 14, 14),), (2, 2), (2, 2))
     plain = TABLE.seconds(OpShape(PLAIN_MAX_POOL, shape.inputs, shape.outputs, (2, 2), (2, 2)), INTEGER)
     assert plain > 5 * max(TABLE.seconds(shape, FLOAT), TABLE.seconds(shape, INTEGER))
+
+
+def _pool_times(forward, monkeypatch):
+    """The times that `place` takes for the pooling of a network."""
+    times = []
+    monkeypatch.setattr(problems, "time_pools", lambda *a: times.append(time_pools(*a)) or times[-1])
+    _integer_seconds(forward, monkeypatch)
+    (taken,) = {t for t in times if t != PoolTimes()}
+    return taken
 
 
 def _integer_seconds(forward, monkeypatch):
